@@ -1,0 +1,1 @@
+"""Everything on one machine: the engine environment, the test model, engine processes and the stack."""
