@@ -1,0 +1,1 @@
+"""Pure protocol logic: no clock, no transport, no randomness, standard library only."""
