@@ -108,6 +108,7 @@ class Hold:
     provisional: bool
     remembered: LeaseState | None = None
     pins: dict[str, Pin] = field(default_factory=dict[str, Pin])
+    due_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +271,10 @@ class HoldTable:
     def advance(self, now_s: float) -> None:
         """Applies every deadline up to `now_s`."""
         while self._due and self._due[0][0] <= now_s:
-            _, lease_id = heapq.heappop(self._due)
+            due_s, lease_id = heapq.heappop(self._due)
             hold = self._holds.get(lease_id)
-            if hold is not None:
+            if hold is not None and hold.due_s == due_s:
+                hold.due_s = None
                 self._advance_hold(now_s, hold)
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -367,12 +369,16 @@ class HoldTable:
         self._schedule(hold)
 
     def _schedule(self, hold: Hold) -> None:
-        """Puts the hold's next moment into the queue; an early one is only looked at and put back."""
+        """Queues the hold's next moment unless an earlier one is queued: that one looks at it again."""
         moments = [pin.deadline_s for pin in hold.pins.values()]
         if hold.state in (LeaseState.HELD, LeaseState.READING):
             moments.append(min(hold.deadline_s, hold.granted_s + self._limits.lifetime_max_s))
-        if moments:
-            heapq.heappush(self._due, (min(moments), hold.grant.lease_id))
+        if not moments:
+            return
+        due_s = min(moments)
+        if hold.due_s is None or due_s < hold.due_s:
+            hold.due_s = due_s
+            heapq.heappush(self._due, (due_s, hold.grant.lease_id))
 
     def _apply(self, hold: Hold, event: LeaseEvent) -> None:
         row = transition(hold.state, event)
