@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -137,8 +137,15 @@ def _build(target: Path, uv: str, say: Report) -> None:
             [uv, "venv", "--quiet", "--relocatable", "--allow-existing", "--python", sys.executable, scratch]
         )
         backend = _torch_backend(uv, scratch, say)
-        sources = [*backend, "--overrides", _OVERRIDES, "--constraints", _CONSTRAINTS]
-        _run([uv, "pip", "install", "--python", python_of(scratch), *sources, *REQUIREMENTS], show=True)
+        sources: list[str | Path] = [
+            *backend,
+            "--overrides",
+            _OVERRIDES,
+            "--constraints",
+            _CONSTRAINTS,
+            *REQUIREMENTS,
+        ]
+        _run([uv, "pip", "install", "--python", python_of(scratch), *sources], show=True)
         _name_distribution(scratch)
         say("engine environment: checking that vLLM and NIXL import")
         _run([python_of(scratch), "-c", _SMOKE_TEST])
@@ -208,7 +215,7 @@ def _run(
 
 
 @contextmanager
-def _exclusive(lock_file: Path, say: Report) -> Iterator[None]:
+def _exclusive(lock_file: Path, say: Report) -> Generator[None]:
     with lock_file.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
