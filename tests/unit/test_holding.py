@@ -61,6 +61,24 @@ def state_of(holds: HoldTable, lease_id: int) -> LeaseState | None:
     return hold.state if hold else None
 
 
+def test_a_renewal_never_takes_away_time_that_an_earlier_one_promised() -> None:
+    holds = table()
+    holds.grant(0.0, conversation(1), 20.0, provisional=False)
+    holds.renew(1.0, [1], 2.0)
+    holds.advance(19.0)
+    assert state_of(holds, 1) is LeaseState.HELD
+    holds.advance(20.0)
+    assert ended_ids(holds) == [1]
+
+
+def test_renewing_a_transfer_leaves_it_to_its_pin() -> None:
+    holds = table()
+    holds.grant_transfer(0.0, transfer(1), "x", 30.0)
+    holds.renew(0.0, [1], 5.0)
+    holds.advance(20.0)
+    assert state_of(holds, 1) is LeaseState.READING
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)

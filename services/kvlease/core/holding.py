@@ -194,7 +194,10 @@ class HoldTable:
         return True
 
     def renew(self, now_s: float, lease_ids: Iterable[int], duration_s: float) -> dict[int, MissReason]:
-        """Renews leases to `duration_s` from now, and confirms provisional ones. Returns the misses."""
+        """Renews leases to at least `duration_s` from now, and confirms provisional ones. Returns the misses.
+
+        A renewal never shortens: whoever asked before believes in the time that it was promised.
+        """
         self.advance(now_s)
         misses: dict[int, MissReason] = {}
         for lease_id in lease_ids:
@@ -203,7 +206,7 @@ class HoldTable:
                 misses[lease_id] = self._miss(lease_id)
                 continue
             self._apply(hold, LeaseEvent.RENEW)
-            self._set_deadline(hold, now_s + duration_s)
+            self._set_deadline(hold, max(hold.deadline_s, now_s + duration_s))
             self._confirm(now_s, hold)
         return misses
 
