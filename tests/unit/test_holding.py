@@ -79,6 +79,13 @@ def test_renewing_a_transfer_leaves_it_to_its_pin() -> None:
     assert state_of(holds, 1) is LeaseState.READING
 
 
+def test_a_pin_id_whose_deadline_has_passed_can_be_used_for_the_next_transfer() -> None:
+    holds = table()
+    assert holds.grant_transfer(0.0, transfer(1), "x", 5.0)
+    assert holds.grant_transfer(10.0, transfer(2), "x", 5.0)
+    assert ended_ids(holds) == [1]
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)

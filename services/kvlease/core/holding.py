@@ -185,6 +185,7 @@ class HoldTable:
         """Grants a TRANSFER lease in READING under its turn's pin. False when the id was used before."""
         if grant.kind is not LeaseKind.TRANSFER:
             raise InvalidArgument("only a TRANSFER lease is granted under a pin")
+        self.advance(now_s)
         deadline_s = now_s + self._limits.lifetime_max_s
         if pin_id in self._pin_lease or not self._admit(
             now_s, grant, LeaseEvent.GRANT_TRANSFER, deadline_s, False
