@@ -86,6 +86,15 @@ def test_a_pin_id_whose_deadline_has_passed_can_be_used_for_the_next_transfer() 
     assert ended_ids(holds) == [1]
 
 
+def test_a_draining_lease_does_not_ack_a_reservation_that_it_does_not_renew() -> None:
+    holds = table()
+    holds.grant(0.0, conversation(1), 20.0, provisional=False)
+    holds.pin(0.0, ask(1, "x", reservation_s=30.0))
+    holds.end(1.0, 1, LeaseEvent.RELEASE)
+    assert holds.pin(2.0, ask(1, "x", reservation_s=30.0)) is MissReason.DRAINING
+    assert isinstance(holds.pin(2.0, ask(1, "x", read_part_s=10.0)), Hold)
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)

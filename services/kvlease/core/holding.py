@@ -306,7 +306,7 @@ class HoldTable:
         if hold.grant.tenant != ask.tenant:
             return MissReason.FORBIDDEN
         if ask.pin_id in hold.pins:
-            return None
+            return _renewed_pin_refusal(ask, hold)
         if ask.pin_id in self._pin_lease:
             raise InvalidArgument("the pin id is in use for another lease")
         if transition(hold.state, LeaseEvent.PIN) is None:
@@ -412,6 +412,13 @@ class HoldTable:
         hold = self._holds.get(lease_id)
         state = hold.state if hold is not None else self._endings.get(lease_id)
         return MISS_OF_STATE.get(state, MissReason.UNKNOWN) if state is not None else MissReason.UNKNOWN
+
+
+def _renewed_pin_refusal(ask: PinAsk, hold: Hold) -> MissReason | None:
+    """A draining lease lets a pin that lives start its read part, but renews no reservation."""
+    if hold.state is LeaseState.DRAINING and ask.read_part_s <= 0:
+        return MissReason.DRAINING
+    return None
 
 
 def _counts_as_reading(hold: Hold) -> bool:
