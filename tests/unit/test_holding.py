@@ -95,6 +95,17 @@ def test_a_draining_lease_does_not_ack_a_reservation_that_it_does_not_renew() ->
     assert isinstance(holds.pin(2.0, ask(1, "x", read_part_s=10.0)), Hold)
 
 
+@pytest.mark.parametrize("asked_epoch", [0, 1, 2])
+def test_after_a_reset_an_existing_pin_starts_no_read_part(asked_epoch: int) -> None:
+    holds = table(holder=Holder("engine", "boot", 1))
+    holds.grant(0.0, conversation(1), 20.0, provisional=False)
+    holds.pin(0.0, ask(1, "x", reservation_s=30.0))
+    assert not holds.reset(1.0)
+    asked = Holder("engine", "boot", asked_epoch)
+    assert isinstance(holds.pin(2.0, ask(1, "x", read_part_s=10.0, holder=asked)), MissReason)
+    assert not holds.take_ended()
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)

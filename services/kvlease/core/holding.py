@@ -415,7 +415,12 @@ class HoldTable:
 
 
 def _renewed_pin_refusal(ask: PinAsk, hold: Hold) -> MissReason | None:
-    """A draining lease lets a pin that lives start its read part, but renews no reservation."""
+    """A draining lease lets a pin that lives start its read part, but renews no reservation.
+
+    After a reset it does neither: what the blocks hold may come from other weights.
+    """
+    if hold.remembered is LeaseState.LOST:
+        return MissReason.LOST
     if hold.state is LeaseState.DRAINING and ask.read_part_s <= 0:
         return MissReason.DRAINING
     return None
