@@ -106,6 +106,14 @@ def test_after_a_reset_an_existing_pin_starts_no_read_part(asked_epoch: int) -> 
     assert not holds.take_ended()
 
 
+def test_an_ending_that_is_none_is_refused() -> None:
+    holds = table()
+    holds.grant(0.0, conversation(1), 20.0, provisional=False)
+    with pytest.raises(InvalidArgument):
+        holds.end(1.0, 1, LeaseEvent.PIN)
+    assert state_of(holds, 1) is LeaseState.HELD
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)

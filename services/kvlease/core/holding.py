@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import Holder
 from kvlease.core.lease import (
+    ENDINGS,
     MISS_OF_STATE,
     TERMINAL,
     LeaseEvent,
@@ -256,6 +257,8 @@ class HoldTable:
 
     def end(self, now_s: float, lease_id: int, event: LeaseEvent) -> MissReason | None:
         """Applies an ending (RELEASE, SUPERSEDE, EVICT, ...). None, or what the lease was already."""
+        if event not in ENDINGS:
+            raise InvalidArgument(f"{event.value} does not end a lease")
         self.advance(now_s)
         hold = self._holds.get(lease_id)
         if hold is None:
