@@ -114,6 +114,29 @@ def test_an_ending_that_is_none_is_refused() -> None:
     assert state_of(holds, 1) is LeaseState.HELD
 
 
+def test_short_transfers_leave_no_moments_behind_in_the_queue() -> None:
+    holds = table()
+    for number in range(1, 2001):
+        now_s = number * 0.1
+        holds.grant_transfer(now_s, transfer(number, blocks=1), f"pin-{number}", 30.0)
+        holds.unpin(now_s, number, f"pin-{number}")
+        holds.take_ended()
+    assert len(holds) == 0
+    assert holds.queued_moments() <= 128
+
+
+def test_pins_and_renewals_of_one_lease_leave_no_moments_behind_in_the_queue() -> None:
+    holds = table()
+    holds.grant(0.0, conversation(1), 600.0, provisional=False)
+    for number in range(1, 5001):
+        now_s = number * 0.01
+        holds.renew(now_s, [1], 600.0)
+        holds.pin(now_s, ask(1, f"pin-{number}", read_part_s=1.0 / number))
+        holds.unpin(now_s, 1, f"pin-{number}")
+    assert holds.queued_moments() <= 128
+    assert state_of(holds, 1) is LeaseState.HELD
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)

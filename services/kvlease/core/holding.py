@@ -25,6 +25,7 @@ from kvlease.core.lease import (
 )
 
 REMEMBERED_ENDINGS_MAX = 65_536
+STALE_MOMENTS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,10 @@ class HoldTable:
     def reading_blocks(self) -> int:
         """Blocks of CONVERSATION leases that pins keep from ending."""
         return sum(len(hold.grant.block_ids) for hold in self._holds.values() if _counts_as_reading(hold))
+
+    def queued_moments(self) -> int:
+        """Length of the queue of deadlines; bounded by the number of holds."""
+        return len(self._due)
 
     def take_ended(self) -> list[Hold]:
         """Holds whose blocks the pool's owner must give back now; each is handed out once."""
@@ -386,6 +391,16 @@ class HoldTable:
         if hold.due_s is None or due_s < hold.due_s:
             hold.due_s = due_s
             heapq.heappush(self._due, (due_s, hold.grant.lease_id))
+            self._compact_due()
+
+    def _compact_due(self) -> None:
+        """Drops moments that no hold waits for once they outnumber those that one does."""
+        if len(self._due) <= 2 * len(self._holds) + STALE_MOMENTS_MAX:
+            return
+        self._due = [
+            (hold.due_s, lease_id) for lease_id, hold in self._holds.items() if hold.due_s is not None
+        ]
+        heapq.heapify(self._due)
 
     def _apply(self, hold: Hold, event: LeaseEvent) -> None:
         row = transition(hold.state, event)
