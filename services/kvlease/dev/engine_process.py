@@ -1,0 +1,274 @@
+"""One real vLLM engine (CPU build) as a child process.
+
+The engine runs in the engine environment (`kvlease.dev.engine_env`) and imports kvlease from this clone
+through PYTHONPATH. It ends when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+HOST = "127.0.0.1"
+BLOCK_TOKENS = 32  # the CPU backend wants a multiple of 32
+MODEL_TOKENS_MAX = 8192
+READY_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 8.0
+LOG_LINES_SHOWN = 30
+
+_SOURCE_ROOT = Path(__file__).resolve().parents[2]
+_REPOSITORY_ROOT = _SOURCE_ROOT.parent
+
+# Asks the kernel for SIGTERM when the parent ends, then becomes the engine. A fork hook of the parent
+# would do the same, but is unsafe in a process that has threads (gRPC's).
+_LAUNCHER = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EngineRole(StrEnum):
+    """What an engine does in the fleet."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ConnectorChoice(StrEnum):
+    """Which KV connector an engine loads: kvlease's, or vLLM's own NIXL connector for comparison."""
+
+    KVLEASE = "kvlease"
+    STOCK = "stock"
+
+
+class EngineProcessError(RuntimeError):
+    """The engine ended or did not become ready; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything that one engine is started with."""
+
+    role: EngineRole
+    python: Path
+    """Interpreter of the engine environment."""
+    model: Path
+    log_file: Path
+    port: int
+    """HTTP port of the OpenAI API, on 127.0.0.1."""
+    side_channel_port: int
+    """Port on which NIXL metadata is handed to peers."""
+    connector: ConnectorChoice = ConnectorChoice.KVLEASE
+    socket_dir: Path | None = None
+    """Folder of the unix socket between connector and sidecar; required with the kvlease connector.
+    Keep it short: the path of a unix socket has at most 107 bytes."""
+    served_model_name: str = "tiny-qwen3"
+    kvlease_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More entries of `kv_connector_extra_config.kvlease`."""
+    connector_module: str = "kvlease_vllm.connector"
+    """Module that holds `KvleaseConnector`; tests name a module with faults planted."""
+    extra_arguments: tuple[str, ...] = ()
+    """Appended to the command line, so that they override what is set here."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Overrides of the environment variables set here."""
+
+    def __post_init__(self) -> None:
+        if self.connector is ConnectorChoice.KVLEASE and self.socket_dir is None:
+            raise ValueError("the kvlease connector needs socket_dir")
+
+    @property
+    def base_url(self) -> str:
+        """The engine's HTTP address, without a trailing slash."""
+        return f"http://{HOST}:{self.port}"
+
+    def kv_transfer_config(self) -> dict[str, Any]:
+        """Returns vLLM's `--kv-transfer-config`. It never sets engine_id: vLLM draws one per start."""
+        if self.connector is ConnectorChoice.KVLEASE:
+            return {
+                "kv_connector": "KvleaseConnector",
+                "kv_connector_module_path": self.connector_module,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "backends": ["UCX"],
+                    "kvlease": {"socket_dir": str(self.socket_dir), **self.kvlease_config},
+                },
+            }
+        return {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer" if self.role is EngineRole.PREFILL else "kv_consumer",
+            "kv_connector_extra_config": {
+                "backends": ["UCX"],
+                "bidirectional_kv_xfer": True,
+                "kv_recompute_threshold": 64,
+            },
+        }
+
+    def command(self) -> list[str]:
+        """Returns the command line of `vllm serve`."""
+        options = {
+            "--served-model-name": self.served_model_name,
+            "--host": HOST,
+            "--port": str(self.port),
+            "--dtype": "float32",
+            "--block-size": str(BLOCK_TOKENS),
+            "--max-model-len": str(MODEL_TOKENS_MAX),
+            "--max-num-seqs": "16",
+            "--max-num-batched-tokens": "2048",
+            "--uvicorn-log-level": "warning",
+            "--kv-transfer-config": json.dumps(self.kv_transfer_config(), separators=(",", ":")),
+        }
+        flags = ("--enforce-eager", "--enable-prefix-caching")
+        values = [part for option in options.items() for part in option]
+        module = ("-m", "vllm.entrypoints.cli.main", "serve")
+        return [str(self.python), *module, str(self.model), *values, *flags, *self.extra_arguments]
+
+    def process_environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Returns the environment variables of the process."""
+        roots = os.pathsep.join((str(_SOURCE_ROOT), str(_REPOSITORY_ROOT / "connector")))
+        kept = {name: value for name, value in inherited.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+        return {
+            **kept,
+            "PYTHONPATH": roots,
+            "PYTHONUNBUFFERED": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",  # more threads than cores only spin
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "UCX_LOG_LEVEL": "warn",
+            **self.environment,
+        }
+
+
+class EngineProcess:
+    """Starts, awaits and stops one engine. Not for use from several tasks at once."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, which also leads the process group of the engine's children."""
+        return self._started().pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Starts the process and returns at once. Raises OSError when it cannot be executed."""
+        if self.running:
+            raise RuntimeError("the engine is already running")
+        self.spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        launcher = (sys.executable, "-S", "-E", "-c", _LAUNCHER, str(os.getpid()))
+        with self.spec.log_file.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *launcher,
+                *self.spec.command(),
+                env=self.spec.process_environment(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
+        """Waits until the API answers /health and returns the seconds waited.
+
+        Raises EngineProcessError when the process ends first or `timeout_s` passes.
+        """
+        process = self._started()
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < timeout_s:
+            if process.returncode is not None:
+                raise EngineProcessError(self._with_log(f"ended with status {process.returncode}"))
+            if await _answers_health(self.spec.port):
+                return time.monotonic() - began_s
+            await asyncio.sleep(0.1)
+        raise EngineProcessError(self._with_log(f"was not ready within {timeout_s:.0f} s"))
+
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ends the engine and all its children; idempotent. Kills what is left after `timeout_s`."""
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            # A stopped process acts on the signal only when continued.
+            self.signal_group(signal.SIGCONT)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), timeout_s)
+        self.signal_group(signal.SIGKILL)
+        await process.wait()
+
+    async def kill(self) -> None:
+        """Kills the engine and all its children at once, as a crash would."""
+        self.signal_group(signal.SIGKILL)
+        await self._started().wait()
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Sends a signal to the API server and the engine core alike (SIGSTOP, SIGCONT, SIGKILL)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._started().pid, number)
+
+    def log_tail(self, lines: int = LOG_LINES_SHOWN) -> str:
+        """Returns the last lines of the engine's log."""
+        if not self.spec.log_file.exists():
+            return ""
+        with self.spec.log_file.open(errors="replace") as log:
+            return "".join(deque(log, maxlen=lines))
+
+    def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            raise RuntimeError("the engine was not started")
+        return self._process
+
+    def _with_log(self, what: str) -> str:
+        where = self.spec.log_file
+        return f"the {self.spec.role} engine {what}; its log {where} ends with:\n{self.log_tail()}"
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns `count` distinct TCP ports that are free on 127.0.0.1 right now."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for one in held:
+            one.bind((HOST, 0))
+        return [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()
+
+
+async def _answers_health(port: int) -> bool:
+    try:
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            try:
+                writer.write(f"GET /health HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode())
+                status_line = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+    return b" 200 " in status_line
