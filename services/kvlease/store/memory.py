@@ -1,0 +1,270 @@
+"""A store in the memory of one process: for `kvlease dev`, and for tests.
+
+Not for several processes: each would have its own. Timers are the running loop's, so that virtual time works.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Generic
+
+from kvlease.core.errors import EngineIdReused, InvalidArgument, StoreUnavailable
+from kvlease.core.records import Engine, LeaseRecord
+from kvlease.store.keys import boot_key, conversation_key
+from kvlease.store.port import WATCH_QUEUE_MAX, Batch, Change, Item, Recorded
+
+BOOTS_MAX = 65_536
+"""Engine ids whose boot ids are remembered, the latest ones."""
+
+
+class _Feed(Generic[Item]):
+    """Carries changes to any number of watchers, each with a bounded queue."""
+
+    def __init__(self, snapshot: Callable[[], Iterator[Item]], queue_max: int) -> None:
+        self._snapshot: Callable[[], Iterator[Item]] = snapshot
+        self._queue_max = queue_max
+        self._watchers: set[_Watcher[Item]] = set()
+
+    def publish(self, changes: tuple[Change[Item], ...]) -> None:
+        """Hands one transaction's changes to every watcher."""
+        if changes:
+            for watcher in self._watchers:
+                watcher.add(Batch(changes), self._queue_max)
+
+    @contextmanager
+    def watch(self) -> Generator[AsyncIterator[Batch[Item]], None, None]:
+        """A watcher for as long as the context lasts."""
+        watcher = _Watcher(self.snapshot)
+        self._watchers.add(watcher)
+        try:
+            yield watcher
+        finally:
+            self._watchers.discard(watcher)
+
+    def snapshot(self) -> Batch[Item]:
+        """All there is."""
+        return Batch(tuple(Change(item) for item in self._snapshot()), snapshot=True)
+
+
+class _Watcher(AsyncIterator[Batch[Item]]):
+    def __init__(self, snapshot: Callable[[], Batch[Item]]) -> None:
+        self._snapshot: Callable[[], Batch[Item]] = snapshot
+        self._needs_snapshot = True
+        self._waiting: deque[Batch[Item]] = deque()
+        self._filled = asyncio.Event()
+        self._filled.set()
+
+    def add(self, batch: Batch[Item], queue_max: int) -> None:
+        if not self._needs_snapshot:
+            self._waiting.append(batch)
+            if len(self._waiting) > queue_max:
+                self._waiting.clear()
+                self._needs_snapshot = True
+        self._filled.set()
+
+    async def __anext__(self) -> Batch[Item]:
+        await self._filled.wait()
+        if self._needs_snapshot:
+            self._needs_snapshot = False
+            batch = self._snapshot()
+        else:
+            batch = self._waiting.popleft()
+        if not self._waiting:
+            self._filled.clear()
+        return batch
+
+
+@dataclass(slots=True)
+class _LeaseEntry:
+    record: LeaseRecord
+    supersedes: int
+    session: "MemorySession"
+
+
+@dataclass(slots=True)
+class _State:
+    """Everything stored. `revision` counts transactions."""
+
+    revision: int = 0
+    engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
+    owners: dict[str, "MemorySession"] = field(default_factory=dict[str, "MemorySession"])
+    boots: OrderedDict[str, str] = field(default_factory=OrderedDict[str, str])
+    leases: dict[int, _LeaseEntry] = field(default_factory=dict[int, _LeaseEntry])
+    leaves: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class MemoryStore:
+    """A `Store` in memory."""
+
+    def __init__(self, watch_queue_max: int = WATCH_QUEUE_MAX) -> None:
+        self._state = _State()
+        self._engine_feed = _Feed[Engine](lambda: iter(self._state.engines.values()), watch_queue_max)
+        self._lease_feed = _Feed[LeaseRecord](
+            lambda: (entry.record for entry in self._state.leases.values()), watch_queue_max
+        )
+
+    async def open_session(self, engine: Engine, ttl_s: float) -> "MemorySession":
+        """Registers an engine in a session that ends `ttl_s` after its last renewal."""
+        state, holder = self._state, engine.holder
+        key = boot_key(holder.engine_id)
+        if state.boots.setdefault(key, holder.boot_id) != holder.boot_id:
+            raise EngineIdReused(
+                f"engine id {holder.engine_id} was seen under another boot id: leave `engine_id` out of "
+                "kv_transfer_config, so that each start of the engine draws its own"
+            )
+        state.boots.move_to_end(key)
+        if len(state.boots) > BOOTS_MAX:
+            state.boots.popitem(last=False)
+        session = MemorySession(self, holder.engine_id, ttl_s)
+        state.owners[holder.engine_id] = session
+        self.commit_engine(engine)
+        return session
+
+    async def get_engine(self, engine_id: str) -> Engine | None:
+        """The engine that is registered under an id."""
+        return self._state.engines.get(engine_id)
+
+    async def list_engines(self) -> tuple[Engine, ...]:
+        """Every registered engine."""
+        return tuple(self._state.engines.values())
+
+    async def get_lease(self, lease_id: int) -> LeaseRecord | None:
+        """The record of a lease."""
+        entry = self._state.leases.get(lease_id)
+        return None if entry is None else entry.record
+
+    async def list_leases(self, engine_id: str = "", tenant: str = "") -> tuple[LeaseRecord, ...]:
+        """Every recorded lease of an engine and of a tenant; empty: of any."""
+        return tuple(
+            entry.record
+            for entry in self._state.leases.values()
+            if engine_id in ("", entry.record.holder.engine_id) and tenant in ("", entry.record.tenant)
+        )
+
+    @asynccontextmanager
+    async def watch_engines(self) -> AsyncGenerator[AsyncIterator[Batch[Engine]], None]:
+        """First a snapshot, then every change, until the context is left."""
+        with self._engine_feed.watch() as batches:
+            yield batches
+
+    @asynccontextmanager
+    async def watch_leases(self) -> AsyncGenerator[AsyncIterator[Batch[LeaseRecord]], None]:
+        """First a snapshot, then every change, until the context is left."""
+        with self._lease_feed.watch() as batches:
+            yield batches
+
+    # --- transactions of sessions: no await inside, so each is atomic ---
+
+    def owns(self, session: "MemorySession", engine_id: str) -> bool:
+        """Whether the session is the one that registered the engine last."""
+        return self._state.owners.get(engine_id) is session
+
+    def commit_engine(self, engine: Engine) -> None:
+        """Stores a registration."""
+        self._state.revision += 1
+        self._state.engines[engine.holder.engine_id] = engine
+        self._engine_feed.publish((Change(engine),))
+
+    def commit_lease(self, session: "MemorySession", record: LeaseRecord, supersedes: int) -> Recorded:
+        """Stores a lease record as its conversation's only one."""
+        state = self._state
+        leaf = conversation_key(record.tenant, record.conversation_key) if record.conversation_key else ""
+        standing = state.leases.get(state.leaves.get(leaf, 0))
+        if standing is not None and standing.supersedes == record.lease_id:
+            return Recorded(0)
+        state.revision += 1
+        known = state.leases.get(record.lease_id)
+        record = replace(record, generation=known.record.generation if known else state.revision)
+        state.leases[record.lease_id] = _LeaseEntry(record, supersedes, session)
+        changes = [Change(record)]
+        superseded = None
+        if leaf:
+            state.leaves[leaf] = record.lease_id
+            if standing is not None and standing.record.lease_id != record.lease_id:
+                superseded = standing.record
+                del state.leases[superseded.lease_id]
+                changes.append(Change(superseded, gone=True))
+        self._lease_feed.publish(tuple(changes))
+        return Recorded(record.generation, superseded)
+
+    def drop_leases(self, session: "MemorySession", lease_ids: tuple[int, ...] | None) -> None:
+        """Removes those of the leases, or all, that the session owns."""
+        state = self._state
+        candidates = tuple(state.leases) if lease_ids is None else lease_ids
+        gone: list[Change[LeaseRecord]] = []
+        for lease_id in candidates:
+            entry = state.leases.get(lease_id)
+            if entry is None or entry.session is not session:
+                continue
+            del state.leases[lease_id]
+            leaf = conversation_key(entry.record.tenant, entry.record.conversation_key)
+            if state.leaves.get(leaf) == lease_id:
+                del state.leaves[leaf]
+            gone.append(Change(entry.record, gone=True))
+        if gone:
+            state.revision += 1
+            self._lease_feed.publish(tuple(gone))
+
+    def drop_engine(self, session: "MemorySession", engine_id: str) -> None:
+        """Removes the engine's registration if the session still owns it."""
+        if self.owns(session, engine_id):
+            del self._state.owners[engine_id]
+            engine = self._state.engines.pop(engine_id)
+            self._state.revision += 1
+            self._engine_feed.publish((Change(engine, gone=True),))
+
+
+class MemorySession:
+    """A `Session` of a `MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, engine_id: str, ttl_s: float) -> None:
+        self._store = store
+        self._engine_id = engine_id
+        self._ttl_s = ttl_s
+        self._ended = False
+        self._timer = asyncio.get_running_loop().call_later(ttl_s, self._vanish)
+
+    async def renew(self) -> bool:
+        """Keeps the session for another time to live. False when it is over."""
+        if not self._lives():
+            return False
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._ttl_s, self._vanish)
+        return True
+
+    async def put_engine(self, engine: Engine) -> None:
+        """Replaces the registration, for a new epoch of the same engine process."""
+        if engine.holder.engine_id != self._engine_id:
+            raise InvalidArgument("a session registers one engine")
+        self._check()
+        self._store.commit_engine(engine)
+
+    async def record_lease(self, record: LeaseRecord, supersedes: int) -> Recorded:
+        """Records a confirmed lease and makes it its conversation's only one."""
+        self._check()
+        return self._store.commit_lease(self, record, supersedes)
+
+    async def remove_lease(self, lease_id: int) -> None:
+        """Removes a record that the session owns."""
+        self._check()
+        self._store.drop_leases(self, (lease_id,))
+
+    async def end(self) -> None:
+        """Removes the registration and every record of the session in one event."""
+        self._vanish()
+
+    def _lives(self) -> bool:
+        return not self._ended and self._store.owns(self, self._engine_id)
+
+    def _check(self) -> None:
+        if not self._lives():
+            raise StoreUnavailable(f"the session of engine {self._engine_id} is over")
+
+    def _vanish(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._timer.cancel()
+            self._store.drop_leases(self, None)
+            self._store.drop_engine(self, self._engine_id)

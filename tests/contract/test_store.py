@@ -1,0 +1,214 @@
+"""What every store promises. A store is added to `STORES` and passes all of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from kvlease.core.errors import EngineIdReused, StoreUnavailable
+from kvlease.core.ids import Holder
+from kvlease.core.lease import LeaseKind, LeaseState
+from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
+from kvlease.store.memory import MemoryStore
+from kvlease.store.port import Batch, Change, Store
+
+STORES: dict[str, Callable[[], Store]] = {"memory": lambda: MemoryStore(watch_queue_max=4)}
+LONG_S = 600.0
+
+
+@pytest.fixture(params=sorted(STORES))
+async def store(request: pytest.FixtureRequest) -> Store:
+    return STORES[request.param]()
+
+
+def engine(engine_id: str = "engine-1", boot_id: str = "boot-1", epoch: int = 0) -> Engine:
+    return Engine(
+        holder=Holder(engine_id, boot_id, epoch),
+        role=EngineRole.DECODE,
+        model="m",
+        url="http://127.0.0.1:8000",
+        sidecar_address="127.0.0.1:9000",
+        layout=KvLayout(32, "float32", 1, 1, 4096, "layout"),
+    )
+
+
+def lease(
+    lease_id: int, conversation: bytes = b"c", tenant: str = "t", engine_id: str = "engine-1"
+) -> LeaseRecord:
+    return LeaseRecord(
+        lease_id=lease_id,
+        kind=LeaseKind.CONVERSATION,
+        state=LeaseState.HELD,
+        holder=Holder(engine_id, "boot-1"),
+        tenant=tenant,
+        conversation_key=conversation,
+        tokens=64,
+    )
+
+
+async def next_batch(batches: AsyncIterator[Batch]) -> Batch:  # type: ignore[type-arg]
+    return await asyncio.wait_for(anext(batches), 10)
+
+
+async def test_a_registered_engine_is_found_and_its_end_removes_it(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    assert await store.get_engine("engine-1") == engine()
+    assert await store.list_engines() == (engine(),)
+    await session.end()
+    await session.end()
+    assert await store.get_engine("engine-1") is None
+    assert await store.list_engines() == ()
+
+
+async def test_an_engine_id_under_another_boot_id_is_refused_even_after_its_session_ended(
+    store: Store,
+) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    with pytest.raises(EngineIdReused):
+        await store.open_session(engine(boot_id="boot-2"), LONG_S)
+    await session.end()
+    with pytest.raises(EngineIdReused, match="leave `engine_id` out"):
+        await store.open_session(engine(boot_id="boot-2"), LONG_S)
+
+
+async def test_a_session_that_is_not_renewed_vanishes_with_everything_in_it(store: Store) -> None:
+    session = await store.open_session(engine(), 0.05)
+    await session.record_lease(lease(1, b"a"), 0)
+    await session.record_lease(lease(2, b"b"), 0)
+    async with store.watch_leases() as batches:
+        assert len((await next_batch(batches)).changes) == 2
+        gone = await next_batch(batches)
+    assert {change.item.lease_id for change in gone.changes if change.gone} == {1, 2}
+    assert await store.get_engine("engine-1") is None
+    assert not await session.renew()
+    with pytest.raises(StoreUnavailable):
+        await session.record_lease(lease(3), 0)
+
+
+async def test_a_renewed_session_stays(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    assert await session.renew()
+    assert await store.get_engine("engine-1") == engine()
+
+
+async def test_a_later_session_of_the_same_engine_takes_over(store: Store) -> None:
+    first = await store.open_session(engine(), LONG_S)
+    await first.record_lease(lease(1, b"a"), 0)
+    await first.record_lease(lease(2, b"b"), 0)
+    second = await store.open_session(engine(), LONG_S)
+    await second.record_lease(lease(1, b"a"), 0)
+    assert not await first.renew()
+    with pytest.raises(StoreUnavailable):
+        await first.remove_lease(1)
+    await first.end()
+    assert await store.get_engine("engine-1") == engine()
+    assert [record.lease_id for record in await store.list_leases()] == [1]
+
+
+async def test_the_next_epoch_replaces_the_registration(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    await session.put_engine(engine(epoch=1))
+    assert await store.list_engines() == (engine(epoch=1),)
+
+
+async def test_generations_only_grow_and_recording_again_keeps_them(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    first = await session.record_lease(lease(1, b"a"), 0)
+    second = await session.record_lease(lease(2, b"b"), 0)
+    again = await session.record_lease(replace(lease(1, b"a"), tokens=96), 0)
+    assert 0 < first.generation < second.generation
+    assert again.generation == first.generation
+    stored = await store.get_lease(1)
+    assert stored is not None
+    assert (stored.tokens, stored.generation) == (96, first.generation)
+
+
+async def test_a_generation_survives_neither_the_lease_nor_goes_back(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    before = await session.record_lease(lease(1), 0)
+    await session.end()
+    session = await store.open_session(engine(), LONG_S)
+    after = await session.record_lease(lease(1), 0)
+    assert after.generation > before.generation
+
+
+async def test_the_last_finished_turn_supersedes_whatever_stood(store: Store) -> None:
+    decode = await store.open_session(engine(), LONG_S)
+    other = await store.open_session(engine("engine-2"), LONG_S)
+    await decode.record_lease(lease(1), 0)
+    recorded = await other.record_lease(lease(2, engine_id="engine-2"), 0)
+    assert recorded.superseded is not None
+    assert recorded.superseded.lease_id == 1
+    assert [record.lease_id for record in await store.list_leases()] == [2]
+
+
+async def test_a_late_record_of_a_superseded_turn_changes_nothing(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    await session.record_lease(lease(2), 1)
+    late = await session.record_lease(lease(1), 0)
+    assert late.generation == 0
+    assert [record.lease_id for record in await store.list_leases()] == [2]
+
+
+async def test_conversations_of_two_tenants_never_meet(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    await session.record_lease(lease(1, b"c", tenant="a"), 0)
+    recorded = await session.record_lease(lease(2, b"c", tenant="b"), 0)
+    assert recorded.superseded is None
+    assert [record.lease_id for record in await store.list_leases(tenant="a")] == [1]
+    assert [record.lease_id for record in await store.list_leases(engine_id="engine-1", tenant="b")] == [2]
+    assert await store.list_leases(engine_id="engine-2") == ()
+
+
+async def test_leases_without_a_conversation_do_not_supersede_each_other(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    await session.record_lease(lease(1, b""), 0)
+    assert (await session.record_lease(lease(2, b""), 0)).superseded is None
+    assert len(await store.list_leases()) == 2
+
+
+async def test_a_removed_lease_frees_its_conversation(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    await session.record_lease(lease(1), 0)
+    await session.remove_lease(1)
+    await session.remove_lease(1)
+    assert await store.get_lease(1) is None
+    assert (await session.record_lease(lease(2), 0)).superseded is None
+
+
+async def test_a_watcher_sees_a_snapshot_and_then_each_change(store: Store) -> None:
+    first = await store.open_session(engine(), LONG_S)
+    async with store.watch_engines() as batches:
+        assert await next_batch(batches) == Batch((Change(engine()),), snapshot=True)
+        await store.open_session(engine("engine-2"), LONG_S)
+        await first.end()
+        assert await next_batch(batches) == Batch((Change(engine("engine-2")),))
+        assert await next_batch(batches) == Batch((Change(engine(), gone=True),))
+
+
+async def test_a_supersede_is_one_change_for_watchers(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    await session.record_lease(lease(1), 0)
+    async with store.watch_leases() as batches:
+        assert (await next_batch(batches)).snapshot
+        await session.record_lease(lease(2), 1)
+        changes = (await next_batch(batches)).changes
+    assert {(change.item.lease_id, change.gone) for change in changes} == {(2, False), (1, True)}
+
+
+async def test_an_empty_store_begins_with_an_empty_snapshot(store: Store) -> None:
+    async with store.watch_leases() as batches:
+        assert await next_batch(batches) == Batch((), snapshot=True)
+
+
+async def test_a_slow_watcher_gets_a_fresh_snapshot(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    async with store.watch_leases() as batches:
+        assert (await next_batch(batches)).snapshot
+        for lease_id in range(1, 2000):
+            await session.record_lease(lease(lease_id), lease_id - 1)
+        batch = await next_batch(batches)
+        while not batch.snapshot:
+            batch = await next_batch(batches)
+        assert [change.item.lease_id for change in batch.changes] == [1999]
