@@ -1,8 +1,8 @@
 """The chain of block digests that proves that retained KV belongs to a prompt.
 
-One 16 byte keyed BLAKE2b digest per full block, chained: a digest covers every token up to its block's end, and all
-else that KV depends on. The key of the chain is the digest of its root, so chains of two tenants, two weights or two
-LoRA adapters never meet.
+One 16 byte keyed BLAKE2b digest per full block, chained: a digest covers every token up to its block's end, and
+all else that KV depends on. The key of the chain is the digest of its root, so chains of two tenants, two weights
+or two LoRA adapters never meet.
 """
 
 import struct
@@ -35,10 +35,17 @@ class ChainRoot:
 
     def key(self) -> bytes:
         """32 bytes that key the chain."""
-        fields = (self.tenant, self.model, self.weights_version, self.lora_name, self.lora_path, self.cache_salt)
+        fields = (
+            self.tenant,
+            self.model,
+            self.weights_version,
+            self.lora_name,
+            self.lora_path,
+            self.cache_salt,
+        )
         digest = blake2b(digest_size=32, person=b"kvlease-root")
         for field in fields:
-            encoded = field.encode()
+            encoded = field.encode("utf-8", "surrogatepass")
             digest.update(struct.pack("<Q", len(encoded)) + encoded)
         return digest.digest()
 
