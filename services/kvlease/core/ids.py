@@ -3,11 +3,13 @@
 A lease id is 64 random bits, drawn by the router when it dispatches a turn; JSON carries it as 16 hex digits.
 """
 
+import re
 from dataclasses import dataclass
 
 from kvlease.core.errors import InvalidArgument
 
 LEASE_ID_LIMIT = 1 << 64
+_HEX_DIGITS = re.compile("[0-9a-fA-F]{16}")
 
 
 def lease_id_to_hex(lease_id: int) -> str:
@@ -21,13 +23,9 @@ def lease_id_from_hex(text: str) -> int:
     Raises:
         InvalidArgument: the text is not 16 hex digits, or is zero.
     """
-    try:
-        lease_id = int(text, 16)
-    except ValueError as error:
-        raise InvalidArgument("a lease id is 16 hex digits") from error
-    if len(text) != 16 or not 0 < lease_id < LEASE_ID_LIMIT:
+    if not _HEX_DIGITS.fullmatch(text) or int(text, 16) == 0:
         raise InvalidArgument("a lease id is 16 hex digits and not zero")
-    return lease_id
+    return int(text, 16)
 
 
 @dataclass(frozen=True, slots=True)

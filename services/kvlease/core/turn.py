@@ -14,6 +14,7 @@ from kvlease.core.lease import LeaseKind
 PARAMS_KEY = "kvlease"
 PARAMS_VERSION = 1
 CHAIN_KEYS_MAX = 16
+COUNT_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class TurnParams:
         """Reads what a router wrote.
 
         Raises:
-            InvalidArgument: a key is missing, has the wrong type or version; nothing of the value is used then.
+            InvalidArgument: a key is missing, has the wrong type or another version; nothing is used then.
         """
         body = _mapping(value)
-        if body.get("version") != PARAMS_VERSION:
+        if _count(body, "version") != PARAMS_VERSION:
             raise InvalidArgument(f"kvlease parameters have another version than {PARAMS_VERSION}")
         read, keep = body.get("read"), body.get("keep")
         return TurnParams(
@@ -135,11 +136,14 @@ class TurnReport:
             InvalidArgument: a key is missing or has the wrong type.
         """
         body = _mapping(value)
-        counts = [
-            _count(body, name)
-            for name in ("prompt_tokens", "local_tokens", "read_tokens", "verified_tokens", "kept_tokens")
-        ]
-        return TurnReport(*counts[:4], outcome=_text(body, "outcome"), kept_tokens=counts[4])
+        return TurnReport(
+            prompt_tokens=_count(body, "prompt_tokens"),
+            local_tokens=_count(body, "local_tokens"),
+            read_tokens=_count(body, "read_tokens"),
+            verified_tokens=_count(body, "verified_tokens"),
+            outcome=_text(body, "outcome"),
+            kept_tokens=_count(body, "kept_tokens"),
+        )
 
 
 def _read_order(body: Mapping[str, Any]) -> ReadOrder:
@@ -158,18 +162,26 @@ def _keep_order(body: Mapping[str, Any]) -> KeepOrder:
     if (kind is LeaseKind.TRANSFER) != bool(pin_id):
         raise InvalidArgument("a TRANSFER lease is kept under a pin id, and no other is")
     supersedes = _text(body, "supersedes")
-    keys = body.get("chain_keys")
-    if not isinstance(keys, list) or len(keys) > CHAIN_KEYS_MAX:
-        raise InvalidArgument(f"chain_keys is a list of at most {CHAIN_KEYS_MAX}")
     return KeepOrder(
         lease_id=lease_id_from_hex(_text(body, "lease_id")),
         kind=kind,
         duration_s=_seconds(body, "duration_s"),
         pin_id=pin_id,
         conversation_key=_hex(body, "conversation_key"),
-        chain_keys=tuple(lease_id_from_hex(str(key)) for key in keys),
+        chain_keys=_chain_keys(body),
         supersedes=lease_id_from_hex(supersedes) if supersedes else 0,
     )
+
+
+def _chain_keys(body: Mapping[str, Any]) -> tuple[int, ...]:
+    keys = body.get("chain_keys")
+    if (
+        not isinstance(keys, list)
+        or len(keys) > CHAIN_KEYS_MAX
+        or not all(isinstance(key, str) for key in keys)
+    ):
+        raise InvalidArgument(f"chain_keys is a list of at most {CHAIN_KEYS_MAX} ids in hex")
+    return tuple(lease_id_from_hex(key) for key in keys)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -180,9 +192,14 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def _text(body: Mapping[str, Any], key: str) -> str:
     value = body.get(key)
-    if not isinstance(value, str) or len(value) > 512:
+    if not isinstance(value, str) or len(value) > 512 or not _is_unicode(value):
         raise InvalidArgument(f"{key} is a string of at most 512 characters")
     return value
+
+
+def _is_unicode(value: str) -> bool:
+    """False for lone surrogates: JSON can hold them, protobuf and UTF-8 cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _filled(body: Mapping[str, Any], key: str) -> str:
@@ -194,8 +211,8 @@ def _filled(body: Mapping[str, Any], key: str) -> str:
 
 def _count(body: Mapping[str, Any], key: str) -> int:
     value = body.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidArgument(f"{key} is a whole number of at least 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < COUNT_LIMIT:
+        raise InvalidArgument(f"{key} is a whole number of at least 0 and below 2**63")
     return value
 
 
