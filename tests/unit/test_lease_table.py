@@ -12,7 +12,7 @@ from kvlease.core.lease import (
     transition,
 )
 
-STATES = "none held reading draining released expired evicted lost".split()
+STATES = ["none", "held", "reading", "draining", "released", "expired", "evicted", "lost"]
 
 TABLE = """
 state     event                      next      remembers

@@ -1,9 +1,9 @@
 """The table of an engine's holds: the one place that says whether a block may be read or freed.
 
-Pure and not thread-safe: the caller brings the time (`now_s`, monotonic and its own) and a lock. A hold whose lease
-has ended waits in `take_ended` until the owner of the block pool has given its blocks back; a block never leaves while
-a pin lives. Deadlines are applied by `advance`, which every question calls first, so an answer is never given on a
-lease whose time has passed.
+Pure and not thread-safe: the caller brings the time (`now_s`, monotonic and its own) and a lock. A hold whose
+lease has ended waits in `take_ended` until the owner of the block pool has given its blocks back; a block never
+leaves while a pin lives. Deadlines are applied by `advance`, which every question calls first, so an answer is
+never given on a lease whose time has passed.
 """
 
 import heapq
@@ -33,8 +33,8 @@ class HoldLimits:
     """Bounds of the table.
 
     Attributes:
-        reading_blocks_max: blocks of CONVERSATION leases that may be pinned at once; at the cap a PIN is refused,
-            since pinned blocks cannot be evicted for a live request.
+        reading_blocks_max: blocks of CONVERSATION leases that may be pinned at once; at the cap a PIN is
+            refused, since pinned blocks cannot be evicted for a live request.
         lifetime_max_s: a lease ends this long after its grant, however often it is renewed.
     """
 
@@ -140,7 +140,7 @@ class HoldTable:
         self._ended: list[Hold] = []
         self._events: list[HoldEvent] = []
 
-    # --- what others read -------------------------------------------------------------------------------------
+    # --- what others read -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -179,10 +179,10 @@ class HoldTable:
         events, self._events = self._events, []
         return events
 
-    # --- verbs ------------------------------------------------------------------------------------------------
+    # --- verbs ----------------------------------------------------------------------------------------
 
     def grant(self, now_s: float, grant: Grant, duration_s: float, *, provisional: bool) -> bool:
-        """Grants a CONVERSATION lease for `duration_s`. False when the id was used before (nothing changes)."""
+        """Grants a CONVERSATION lease for `duration_s`. False, and no change, when the id was used before."""
         if grant.kind is not LeaseKind.CONVERSATION:
             raise InvalidArgument("a TRANSFER lease is granted under its pin")
         return self._admit(now_s, grant, LeaseEvent.GRANT_CONVERSATION, now_s + duration_s, provisional)
@@ -289,7 +289,7 @@ class HoldTable:
                 hold.due_s = None
                 self._advance_hold(now_s, hold)
 
-    # --- inside -----------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------
 
     def _admit(
         self, now_s: float, grant: Grant, event: LeaseEvent, deadline_s: float, provisional: bool

@@ -1,7 +1,7 @@
 """The states of a lease and the one table of its transitions.
 
-No other module decides a state: whoever has an event asks `transition`. The diagram in `docs/protocol.md` is generated
-from `TRANSITIONS`.
+No other module decides a state: whoever has an event asks `transition`. The diagram in `docs/protocol.md` is
+generated from `TRANSITIONS`.
 """
 
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], Row] = {
     **_draining_rows(),
     **_terminal_rows(),
 }
-"""(state, event) → row. What is not here is refused: PIN and RENEW become a miss, everything else is a bug."""
+"""(state, event) → row. What is not here is refused: PIN and RENEW are a miss, everything else is a bug."""
 
 
 def transition(state: LeaseState, event: LeaseEvent) -> Row | None:
