@@ -1,0 +1,103 @@
+"""What the connector knows of its engine: layout, location, and whether it can retain."""
+
+import json
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from kvlease.core.attachment import EngineFacts
+from kvlease.core.ids import Holder
+from kvlease.core.records import KvLayout, KvLocation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def describe_engine(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any, holder: Holder
+) -> EngineFacts:
+    """Everything that a sidecar registers about this engine."""
+    from vllm import __version__ as vllm_version
+
+    parallel = vllm_config.parallel_config
+    refusal = retain_refusal(vllm_config, kv_cache_config, nixl_scheduler)
+    return EngineFacts(
+        holder=holder,
+        model=vllm_config.model_config.model,
+        layout=describe_layout(vllm_config, kv_cache_config, vllm_version),
+        location=KvLocation(
+            side_channel_host=nixl_scheduler.side_channel_host,
+            side_channel_port=nixl_scheduler.side_channel_port,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+        ),
+        vllm_version=vllm_version,
+        data_parallel_rank=parallel.data_parallel_index,
+        total_blocks=kv_cache_config.num_blocks,
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        retain=not refusal,
+        retain_refusal=refusal,
+    )
+
+
+def describe_layout(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", vllm_version: str
+) -> KvLayout:
+    """The layout of this engine's KV; two engines READ each other only when the hashes are equal."""
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
+    groups = kv_cache_config.kv_cache_groups
+    block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
+    factors = {
+        "vllm": vllm_version,
+        "model": model.model,
+        "revision": str(model.revision),
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "block_bytes": block_bytes,
+        "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+    }
+    digest = blake2b(json.dumps(factors, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return KvLayout(
+        block_size=cache.block_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        block_bytes=block_bytes * parallel.tensor_parallel_size,
+        layout_hash=digest,
+    )
+
+
+def retain_refusal(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any
+) -> str:
+    """Why this engine can neither retain nor READ; empty when it can.
+
+    Head-trimming a block list to whole blocks is valid for one group of full attention (MLA among it) only: a sliding
+    window keeps the last window, a recurrent state exists at the end alone, and context parallelism changes the unit.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups, only one can be verified"
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec):
+        return f"the KV cache is of {type(spec).__name__}, not full attention"
+    if getattr(spec, "sliding_window", None):
+        return "the attention has a sliding window"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            return f"{name} is {getattr(parallel, name)}, not 1"
+    backoff = getattr(nixl_scheduler, "_prefill_backoff", None)
+    if backoff is not None and backoff():
+        return f"prefill stops {backoff()} tokens short of the prompt's end"
+    if getattr(nixl_scheduler, "_has_mamba", False):
+        return "the model has recurrent layers"
+    return ""

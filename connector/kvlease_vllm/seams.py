@@ -1,0 +1,90 @@
+"""The places of vLLM that the connector stands on, checked before the engine serves.
+
+vLLM's connector API is experimental. Rather than trusting a version number, the connector looks at the signatures it
+uses and refuses to start when one differs; `VERIFIED` names the versions whose behaviour was shown by tests.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+VERIFIED = ("0.26", "0.32")
+
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
+    "update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("self", "scheduler_output"),
+    "on_new_request": ("self", "request"),
+    "update_connector_output": ("self", "connector_output"),
+    "request_finished_all_groups": ("self", "request", "block_ids"),
+    "bind_gpu_block_pool": ("self", "gpu_block_pool"),
+    "build_connector_worker_meta": ("self",),
+    "get_finished": ("self", "finished_req_ids"),
+    "get_block_ids_with_load_errors": ("self",),
+    "start_load_kv": ("self", "forward_context", "kwargs"),
+    "take_events": ("self",),
+}
+
+_POOL_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "touch": ("self", "blocks"),
+    "free_blocks": ("self", "ordered_blocks"),
+    "reset_prefix_cache": ("self",),
+    "get_num_free_blocks": ("self",),
+}
+
+_WORKER_ATTRIBUTES = (
+    "_recving_metadata",
+    "_recving_transfers",
+    "_ready_requests",
+    "_failed_recv_reqs",
+    "_remote_agents",
+    "nixl_wrapper",
+)
+
+
+class UnsupportedEngine(RuntimeError):
+    """This vLLM differs from what the connector was written for; nothing was started."""
+
+
+def check_connector(connector_class: type, pool_class: type, version: str) -> None:
+    """Compares the signatures in use with those the connector was written for.
+
+    Raises:
+        UnsupportedEngine: one differs or is missing; the message lists all of them.
+    """
+    differences = [
+        *_differences(connector_class, _PARAMETERS),
+        *_differences(pool_class, _POOL_PARAMETERS),
+    ]
+    if differences:
+        raise UnsupportedEngine(
+            f"kvlease cannot run in vLLM {version}: {'; '.join(differences)}. "
+            f"Versions shown to work: {', '.join(VERIFIED)}"
+        )
+
+
+def check_worker(worker: object, version: str) -> None:
+    """Looks for the attributes of vLLM's NIXL worker that quarantine needs.
+
+    Raises:
+        UnsupportedEngine: one is missing.
+    """
+    missing = [name for name in _WORKER_ATTRIBUTES if not hasattr(worker, name)]
+    if missing:
+        raise UnsupportedEngine(
+            f"kvlease cannot run in vLLM {version}: its NIXL worker has no {', '.join(missing)}. "
+            f"Versions shown to work: {', '.join(VERIFIED)}"
+        )
+
+
+def _differences(owner: type, expected: dict[str, tuple[str, ...]]) -> list[str]:
+    found: list[str] = []
+    for name, parameters in expected.items():
+        method: Callable[..., Any] | None = getattr(owner, name, None)
+        if method is None:
+            found.append(f"{owner.__name__}.{name} is missing")
+            continue
+        actual = tuple(inspect.signature(method).parameters)
+        if actual != parameters:
+            found.append(f"{owner.__name__}.{name} takes {actual}, not {parameters}")
+    return found

@@ -1,0 +1,169 @@
+"""Answers the sidecar's messages from the holder's table, and hands READ pins to and fro.
+
+Runs on the link's thread, but for the `send_*` methods, which any thread may call.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvlease.core.attachment import EngineFacts, LeaseOffer
+from kvlease.core.holding import HoldEvent, PinAsk
+from kvlease.core.lease import LeaseEvent
+from kvlease.core.records import Pinned, PinOutcome
+from kvlease.core.turn import ReadOrder
+from kvlease.v1 import connector_pb2
+from kvlease.wire.engines import events_to_wire, hello_to_wire, misses_to_wire, offer_to_wire
+from kvlease.wire.leases import outcome_from_wire, outcome_to_wire, pin_from_wire, pin_to_wire
+from kvlease.wire.values import duration_from_wire, holder_to_wire, miss_to_wire
+from kvlease_vllm.holder import BlockHolder
+from kvlease_vllm.link import SidecarLink
+from kvlease_vllm.reader import Reads
+
+logger = logging.getLogger(__name__)
+
+Request = connector_pb2.AttachRequest
+
+
+class SidecarService:
+    """The connector's side of `ConnectorService.Attach`."""
+
+    def __init__(self, socket_dir: str, outbox_max: int) -> None:
+        self._link = SidecarLink(socket_dir, self, outbox_max)
+        self._holder: BlockHolder | None = None
+        self._reads: Reads | None = None
+        self._facts: EngineFacts | None = None
+        self._counters: Callable[[], Counter[str]] = Counter
+
+    def start(
+        self, facts: EngineFacts, holder: BlockHolder, reads: Reads, counters: Callable[[], Counter[str]]
+    ) -> None:
+        """Begins to attach; before this, every send is refused."""
+        self._facts, self._holder, self._reads, self._counters = facts, holder, reads, counters
+        self._link.start()
+
+    def stop(self) -> None:
+        """Ends the stream."""
+        if self._facts is not None:
+            self._link.stop()
+
+    # --- from the scheduler's half ----------------------------------------------------------------------------
+
+    def send_offer(self, offer: LeaseOffer) -> bool:
+        """Offers a hold. False when the outbox is full; without a sidecar the next Hello says it."""
+        return self._link.send(Request(offer=offer_to_wire(offer))) or not self._link.is_attached
+
+    def send_events(self, events: Sequence[HoldEvent]) -> None:
+        """Reports what happened to holds."""
+        if self._holder is not None:
+            self._link.send(Request(events=events_to_wire(self._holder.holder, events)))
+
+    def send_pin(self, call_id: int, ask: PinAsk, order: ReadOrder) -> bool:
+        """Asks for a pin on another engine; the answer comes to `Reads.answer`."""
+        pin = connector_pb2.RemotePin(
+            call_id=call_id, pin=pin_to_wire(ask), sidecar_address=order.sidecar_address
+        )
+        return self._link.send(Request(remote_pin=pin))
+
+    def send_unpin(self, order: ReadOrder) -> None:
+        """Ends a pin on another engine; a lost one ends by its deadline."""
+        unpin = connector_pb2.RemoteUnpin(
+            lease_id=order.lease_id,
+            pin_id=order.pin_id,
+            sidecar_address=order.sidecar_address,
+            holder=holder_to_wire(order.holder),
+        )
+        self._link.send(Request(remote_unpin=unpin))
+
+    # --- LinkHandler ------------------------------------------------------------------------------------------
+
+    def hello(self) -> Request:
+        """Who the engine is and all that it holds."""
+        assert self._facts is not None and self._holder is not None
+        holder, offers = self._holder.offers(self._facts.layout)
+        hello = hello_to_wire(self._facts, offers)
+        hello.holder.CopyFrom(holder_to_wire(holder))
+        return Request(hello=hello)
+
+    def tick(self) -> None:
+        """Applies deadlines and asks again for read parts, off the scheduler's thread."""
+        assert self._holder is not None and self._reads is not None
+        self._holder.gauges()
+        self._reads.ask_again()
+
+    def receive(self, message: connector_pb2.AttachResponse) -> None:
+        """Handles one message of the sidecar."""
+        kind = message.WhichOneof("message")
+        if kind is None:
+            return
+        handle: Callable[[connector_pb2.AttachResponse], Request | None] = getattr(self, f"_on_{kind}")
+        reply = handle(message)
+        if reply is not None:
+            self._link.send(reply)
+
+    def _on_hello(self, message: connector_pb2.AttachResponse) -> None:
+        if message.hello.refusal:
+            logger.error("the sidecar refuses this engine: %s", message.hello.refusal)
+
+    def _on_pin(self, message: connector_pb2.AttachResponse) -> Request:
+        assert self._holder is not None and self._facts is not None
+        ask, _ = pin_from_wire(message.pin.pin)
+        outcome = self._holder.pin(ask)
+        if isinstance(outcome, Pinned):
+            layout = self._facts.layout
+            outcome = Pinned(
+                outcome.holder, outcome.tokens, layout.layout_hash, outcome.blocks, self._facts.location
+            )
+        reply = connector_pb2.PinReply(call_id=message.pin.call_id, result=outcome_to_wire(outcome))
+        return Request(pin_reply=reply)
+
+    def _on_unpin(self, message: connector_pb2.AttachResponse) -> None:
+        assert self._holder is not None
+        self._holder.unpin(message.unpin.lease_id, message.unpin.pin_id)
+
+    def _on_renew(self, message: connector_pb2.AttachResponse) -> Request:
+        assert self._holder is not None
+        renew = message.renew
+        misses = self._holder.renew(
+            renew.lease_ids,
+            duration_from_wire(renew.duration),
+            renew.pin_ids,
+            duration_from_wire(renew.reservation),
+        )
+        reply = connector_pb2.RenewReply(sequence=renew.sequence, misses=misses_to_wire(misses))
+        return Request(renew_reply=reply)
+
+    def _on_release(self, message: connector_pb2.AttachResponse) -> Request:
+        assert self._holder is not None
+        release = message.release
+        event = LeaseEvent.SUPERSEDE if release.superseded else LeaseEvent.RELEASE
+        miss = self._holder.end(release.lease_id, event)
+        return Request(
+            release_reply=connector_pb2.ReleaseReply(call_id=release.call_id, miss=miss_to_wire(miss))
+        )
+
+    def _on_eviction_order(self, message: connector_pb2.AttachResponse) -> None:
+        assert self._holder is not None
+        self._holder.set_order(list(message.eviction_order.lease_ids))
+
+    def _on_remote_pin_reply(self, message: connector_pb2.AttachResponse) -> None:
+        assert self._reads is not None
+        outcome: PinOutcome = outcome_from_wire(message.remote_pin_reply.result)
+        self._reads.answer(message.remote_pin_reply.call_id, outcome)
+
+    def _on_read_counters(self, message: connector_pb2.AttachResponse) -> Request:
+        assert self._holder is not None
+        gauges = self._holder.gauges()
+        counters = self._counters()
+        return Request(
+            gauges=connector_pb2.HolderGauges(
+                call_id=message.read_counters.call_id,
+                held_blocks=gauges.held_blocks,
+                reading_blocks=gauges.reading_blocks,
+                quarantined_blocks=counters.pop("quarantined_blocks", 0),
+                running_requests=counters.pop("running_requests", 0),
+                free_blocks=gauges.free_blocks,
+                total_blocks=gauges.total_blocks,
+                counters=counters,
+            )
+        )
