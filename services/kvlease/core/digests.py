@@ -1,8 +1,8 @@
 """The chain of block digests that proves that retained KV belongs to a prompt.
 
-One 16 byte keyed BLAKE2b digest per full block, chained: a digest covers every token up to its block's end, and
-all else that KV depends on. The key of the chain is the digest of its root, so chains of two tenants, two weights
-or two LoRA adapters never meet.
+One 16 byte keyed BLAKE2b digest per full block, chained: a digest covers every token up to its block's end,
+and all else that KV depends on. The key of the chain is the digest of its root, so chains of two tenants, two
+weights or two LoRA adapters never meet.
 """
 
 import struct

@@ -1,14 +1,14 @@
 """Violations of the protocol. A lease that is gone is no error: see `MissReason`.
 
-    KvleaseError
-    ├── InvalidArgument      the call makes no sense as it stands
-    ├── UnknownEngine        no such engine is registered
-    ├── EngineIdReused       an engine id came back under another boot id
-    ├── NotOwner             the caller does not own what it names
-    ├── StoreUnavailable     the store does not answer; try again
-    ├── HolderUnreachable    the engine's sidecar does not answer; try again
-    ├── QuotaExceeded        a cap of the tenant is reached
-    └── VersionMismatch      the two sides speak different versions
+KvleaseError
+├── InvalidArgument      the call makes no sense as it stands
+├── UnknownEngine        no such engine is registered
+├── EngineIdReused       an engine id came back under another boot id
+├── NotOwner             the caller does not own what it names
+├── StoreUnavailable     the store does not answer; try again
+├── HolderUnreachable    the engine's sidecar does not answer; try again
+├── QuotaExceeded        a cap of the tenant is reached
+└── VersionMismatch      the two sides speak different versions
 """
 
 

@@ -1,9 +1,9 @@
 """The table of an engine's holds: the one place that says whether a block may be read or freed.
 
 Pure and not thread-safe: the caller brings the time (`now_s`, monotonic and its own) and a lock. A hold whose
-lease has ended waits in `take_ended` until the owner of the block pool has given its blocks back; a block never
-leaves while a pin lives. Deadlines are applied by `advance`, which every question calls first, so an answer is
-never given on a lease whose time has passed.
+lease has ended waits in `take_ended` until the owner of the block pool has given its blocks back; a block
+never leaves while a pin lives. Deadlines are applied by `advance`, which every question calls first, so an
+answer is never given on a lease whose time has passed.
 """
 
 import heapq

@@ -5,7 +5,7 @@ Both ride in `kv_transfer_params` under the key `kvlease`; clients neither send 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import Holder, lease_id_from_hex, lease_id_to_hex
@@ -187,7 +187,7 @@ def _chain_keys(body: Mapping[str, Any]) -> tuple[int, ...]:
 def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgument("kvlease parameters are objects")
-    return value
+    return cast(dict[str, Any], value)
 
 
 def _text(body: Mapping[str, Any], key: str) -> str:
