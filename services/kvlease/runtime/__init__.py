@@ -1,0 +1,1 @@
+"""What every process needs around its domain code: configuration, logs, clock, gRPC plumbing."""

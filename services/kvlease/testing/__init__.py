@@ -1,0 +1,1 @@
+"""Small fakes for tests of kvlease and of programs that use it."""
