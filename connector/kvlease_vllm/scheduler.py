@@ -161,7 +161,7 @@ class SchedulerHalf:
         self._holder.make_free(missing + self._running)
         read = self._reads.get(request.request_id)
         turn = self._turns.get(request.request_id)
-        if turn is not None and (read is None or read.stage is not Stage.SETTLED or not turn.read_tokens):
+        if turn is not None and not request.num_preemptions and not turn.read_tokens:
             turn.local_tokens = num_computed_tokens
         if read is None or turn is None or read.stage in (Stage.POSTED, Stage.SETTLED):
             return 0, False
