@@ -1,0 +1,304 @@
+"""Which leases a router keeps alive, what it tells the registry per interval, and what it may believe.
+
+Pure: the caller brings `now_s`, monotonic and its own. A belief counts a share of the duration from before the beat
+was sent that its holder acked; nothing is believed of a lease before its first ack.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvlease.core.errors import InvalidArgument
+from kvlease.core.lease import MissReason
+
+BELIEF_SHARE = 0.8
+BEATS_REMEMBERED_MAX = 256
+RETRIES_MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RenewalPolicy:
+    """Durations of the heartbeat.
+
+    Attributes:
+        interval_s: between two beats.
+        duration_s: to which a beat renews a lease at its holder.
+        reservation_s: to which a beat renews a pin's reservation.
+        provisional_s: of a grant that nobody confirmed yet.
+        gap_floor_s: a conversation stays live at least this long after a turn.
+        gap_cap_s: and at most this long, whatever a client asks for.
+    """
+
+    interval_s: float = 5.0
+    duration_s: float = 20.0
+    reservation_s: float = 30.0
+    provisional_s: float = 6.0
+    gap_floor_s: float = 30.0
+    gap_cap_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "interval_s",
+            "duration_s",
+            "reservation_s",
+            "provisional_s",
+            "gap_floor_s",
+            "gap_cap_s",
+        ):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}: it must be above 0 and finite")
+        if 3 * self.interval_s > self.duration_s:
+            raise InvalidArgument(
+                f"interval_s is {self.interval_s} and duration_s {self.duration_s}:"
+                " a lease must survive two lost beats, so 3 * interval_s <= duration_s"
+            )
+        if self.interval_s >= self.reservation_s:
+            raise InvalidArgument(
+                f"interval_s is {self.interval_s} and reservation_s {self.reservation_s}:"
+                " a reservation must outlive an interval"
+            )
+        if self.gap_floor_s > self.gap_cap_s:
+            raise InvalidArgument(
+                f"gap_floor_s is {self.gap_floor_s} and gap_cap_s {self.gap_cap_s}: the floor is above the cap"
+            )
+
+
+class Belief(Enum):
+    """What a router may think of a lease."""
+
+    PENDING = "pending"
+    HELD = "held"
+    EXPIRED = "expired"
+    MISSED = "missed"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDelta:
+    """What changes on one engine since the beat before."""
+
+    added_lease_ids: tuple[int, ...] = ()
+    dropped_lease_ids: tuple[int, ...] = ()
+    added_pin_ids: tuple[str, ...] = ()
+    dropped_pin_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One heartbeat. With `full` the lists are complete, else they are changes."""
+
+    epoch: int
+    sequence: int
+    full: bool
+    engines: Mapping[str, EngineDelta]
+
+
+@dataclass(slots=True)
+class _Lease:
+    engine_id: str
+    pending_until_s: float
+    live_until_s: float
+    held_until_s: float | None = None
+    open_turns: int = 0
+    sequence: int | None = None
+    retries: int = 0
+    miss: MissReason | None = None
+
+    def live(self, now_s: float) -> bool:
+        return self.miss is None and (self.open_turns > 0 or now_s < self.live_until_s)
+
+
+@dataclass(slots=True)
+class _Changes:
+    added_leases: list[int] = field(default_factory=list[int])
+    dropped_leases: list[int] = field(default_factory=list[int])
+    added_pins: list[str] = field(default_factory=list[str])
+    dropped_pins: list[str] = field(default_factory=list[str])
+
+    def delta(self) -> EngineDelta:
+        return EngineDelta(
+            tuple(self.added_leases),
+            tuple(self.dropped_leases),
+            tuple(self.added_pins),
+            tuple(self.dropped_pins),
+        )
+
+
+class RenewalTable:
+    """All leases and pins that one router knows."""
+
+    def __init__(self, policy: RenewalPolicy) -> None:
+        self._policy = policy
+        self._leases: dict[int, _Lease] = {}
+        self._pins: dict[str, str] = {}
+        self._told_leases: dict[int, str] = {}
+        self._told_pins: dict[str, str] = {}
+        self._sent_s: dict[int, float] = {}
+        self._epoch = 1
+        self._sequence = 0
+        self._full = True
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    # --- what a turn says --------------------------------------------------------------------------------------
+
+    def expect(self, now_s: float, lease_id: int, engine_id: str) -> None:
+        """A turn ended well: its lease is pending, and the next beat confirms it."""
+        self._leases[lease_id] = _Lease(
+            engine_id,
+            pending_until_s=now_s + self._policy.provisional_s,
+            live_until_s=now_s + self._policy.gap_floor_s,
+        )
+
+    def open(self, lease_id: int) -> None:
+        """A turn that uses the lease begins: it stays live until `close`."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.open_turns += 1
+
+    def close(self, now_s: float, lease_id: int) -> None:
+        """A turn that uses the lease has ended; the lease is live for the gap floor."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.open_turns = max(0, lease.open_turns - 1)
+            lease.live_until_s = max(lease.live_until_s, now_s + self._policy.gap_floor_s)
+
+    def keep_live(self, now_s: float, lease_id: int, duration_s: float) -> bool:
+        """A client asks to keep the lease; False when it is not held. The gap cap bounds the duration."""
+        lease = self._leases.get(lease_id)
+        if lease is None or self.belief(now_s, lease_id) not in (Belief.HELD, Belief.PENDING):
+            return False
+        lease.live_until_s = max(lease.live_until_s, now_s + min(duration_s, self._policy.gap_cap_s))
+        return True
+
+    def drop(self, lease_id: int) -> None:
+        """Forgets a lease that was released or superseded."""
+        self._leases.pop(lease_id, None)
+
+    def lose(self, lease_id: int, reason: MissReason) -> None:
+        """The lease is known to have ended."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.miss = reason
+
+    def hold_pin(self, pin_id: str, engine_id: str) -> None:
+        """Renews the reservation of a pin until `drop_pin`."""
+        self._pins[pin_id] = engine_id
+
+    def drop_pin(self, pin_id: str) -> None:
+        """Renews the pin no longer."""
+        self._pins.pop(pin_id, None)
+
+    # --- what the planner asks ---------------------------------------------------------------------------------
+
+    def belief(self, now_s: float, lease_id: int) -> Belief:
+        """What may be thought of a lease now; an unknown one is MISSED."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.miss is not None:
+            return Belief.MISSED
+        if lease.held_until_s is None:
+            return Belief.PENDING if now_s < lease.pending_until_s else Belief.EXPIRED
+        return Belief.HELD if now_s < lease.held_until_s else Belief.EXPIRED
+
+    def miss(self, lease_id: int) -> MissReason:
+        """Why a MISSED lease is missed."""
+        lease = self._leases.get(lease_id)
+        return (lease.miss if lease else None) or MissReason.UNKNOWN
+
+    # --- the heartbeat -----------------------------------------------------------------------------------------
+
+    def beat(self, now_s: float) -> Beat:
+        """The next message to the registry. The caller sends it at once, in order."""
+        self._forget(now_s)
+        self._sequence += 1
+        self._sent_s[self._sequence] = now_s
+        while len(self._sent_s) > BEATS_REMEMBERED_MAX:
+            del self._sent_s[next(iter(self._sent_s))]
+        full = self._full
+        if full:
+            self._told_leases.clear()
+            self._told_pins.clear()
+        changes: dict[str, _Changes] = {}
+        self._change_leases(now_s, changes)
+        self._change_pins(changes)
+        self._full = False
+        engines = {engine_id: change.delta() for engine_id, change in changes.items()}
+        return Beat(self._epoch, self._sequence, full, engines)
+
+    def ack(self, now_s: float, sequence: int, misses: Mapping[int, MissReason]) -> bool:
+        """Takes the registry's answer. True when another beat is wanted soon: a pending lease was not there yet."""
+        again = False
+        for lease_id, reason in misses.items():
+            again = self._missed(now_s, lease_id, reason) or again
+        sent_s = self._sent_s.get(sequence)
+        if sent_s is None:
+            return again
+        for known in [known for known in self._sent_s if known <= sequence]:
+            del self._sent_s[known]
+        held_until_s = sent_s + BELIEF_SHARE * self._policy.duration_s
+        for lease_id in self._told_leases:
+            lease = self._leases.get(lease_id)
+            acked = lease is not None and lease.sequence is not None and lease.sequence <= sequence
+            if lease is not None and acked and lease_id not in misses:
+                lease.held_until_s = max(lease.held_until_s or 0.0, held_until_s)
+        return again
+
+    def resync(self) -> None:
+        """The registry lost the session, or the stream broke: the next beat is complete, under another epoch."""
+        if not self._full:
+            self._epoch += 1
+        self._full = True
+        self._sent_s.clear()
+        for lease in self._leases.values():
+            lease.sequence = None
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _missed(self, now_s: float, lease_id: int, reason: MissReason) -> bool:
+        """Whether the lease is asked for again: its grant may be later than the end of the turn that we saw."""
+        lease = self._leases.get(lease_id)
+        self._told_leases.pop(lease_id, None)
+        if lease is None:
+            return False
+        awaited = reason in (MissReason.UNKNOWN, MissReason.UNREACHABLE) and lease.held_until_s is None
+        if awaited and now_s < lease.pending_until_s and lease.retries < RETRIES_MAX:
+            lease.retries += 1
+            lease.sequence = None
+            return True
+        if reason is not MissReason.UNREACHABLE:
+            lease.miss = reason
+        lease.sequence = None
+        return False
+
+    def _forget(self, now_s: float) -> None:
+        """Leaves out leases that nobody may use again: neither live nor believed for a whole gap."""
+        gone = [
+            lease_id
+            for lease_id, lease in self._leases.items()
+            if lease.open_turns == 0 and now_s >= lease.live_until_s + self._policy.gap_cap_s
+        ]
+        for lease_id in gone:
+            del self._leases[lease_id]
+
+    def _change_leases(self, now_s: float, changes: dict[str, _Changes]) -> None:
+        for lease_id, lease in self._leases.items():
+            if lease.live(now_s) and lease_id not in self._told_leases:
+                changes.setdefault(lease.engine_id, _Changes()).added_leases.append(lease_id)
+                self._told_leases[lease_id] = lease.engine_id
+                lease.sequence = self._sequence
+        for lease_id, engine_id in list(self._told_leases.items()):
+            lease = self._leases.get(lease_id)
+            if lease is None or not lease.live(now_s):
+                changes.setdefault(engine_id, _Changes()).dropped_leases.append(lease_id)
+                del self._told_leases[lease_id]
+
+    def _change_pins(self, changes: dict[str, _Changes]) -> None:
+        for pin_id, engine_id in self._pins.items():
+            if pin_id not in self._told_pins:
+                changes.setdefault(engine_id, _Changes()).added_pins.append(pin_id)
+                self._told_pins[pin_id] = engine_id
+        for pin_id, engine_id in list(self._told_pins.items()):
+            if pin_id not in self._pins:
+                changes.setdefault(engine_id, _Changes()).dropped_pins.append(pin_id)
+                del self._told_pins[pin_id]
