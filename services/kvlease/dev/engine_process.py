@@ -28,6 +28,9 @@ READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 8.0
 LOG_LINES_SHOWN = 30
 
+# Without its bytecode cache vLLM takes three times as long to import.
+_NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 _REPOSITORY_ROOT = _SOURCE_ROOT.parent
 
@@ -140,13 +143,16 @@ class EngineSpec:
     def process_environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the environment variables of the process."""
         roots = os.pathsep.join((str(_SOURCE_ROOT), str(_REPOSITORY_ROOT / "connector")))
-        kept = {name: value for name, value in inherited.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+        kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
         return {
             **kept,
             "PYTHONPATH": roots,
             "PYTHONUNBUFFERED": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Scheduler and worker share a process, as on a GPU without tensor parallelism: one import of
+            # vLLM less to wait for and 1 GB less memory. "1" puts the worker in a process of its own.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": "1",  # more threads than cores only spin
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
