@@ -121,3 +121,20 @@ class Pinned:
 
 
 PinOutcome = Pinned | MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class HolderGauges:
+    """An engine's blocks as its holder counts them.
+
+    Attributes:
+        counters: by name: bytes_read, reads, verified_tokens, mismatches, ...
+    """
+
+    held_blocks: int = 0
+    reading_blocks: int = 0
+    quarantined_blocks: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    running_requests: int = 0
+    counters: dict[str, int] = field(default_factory=dict[str, int])

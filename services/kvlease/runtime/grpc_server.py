@@ -83,26 +83,30 @@ class GrpcServer:
         self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
         self.address = listen
 
-    async def start(self) -> str:
-        """Begins to serve; returns the address, with the port that was bound.
+    def bind(self) -> int:
+        """Binds the address; returns the port (0 for a unix socket). Services are added before `start`.
 
         Raises:
             InvalidArgument: the address cannot be bound.
         """
-        cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, self.server)
-        cast(Any, reflection).enable_server_reflection(
-            (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
-        )
         try:
             port = self.server.add_insecure_port(self._listen)
         except RuntimeError as error:
             raise InvalidArgument(f"cannot listen on {self._listen}: {error}") from error
-        if not self._listen.startswith("unix:"):
-            self.address = f"{self._listen.rpartition(':')[0]}:{port}"
+        if self._listen.startswith("unix:"):
+            return 0
+        self.address = f"{self._listen.rpartition(':')[0]}:{port}"
+        return port
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, self.server)
+        cast(Any, reflection).enable_server_reflection(
+            (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
+        )
         await self.server.start()
         for service in ("", *self._services):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return self.address
 
     async def stop(self, grace_s: float) -> None:
         """Refuses calls from here on, and gives those in flight `grace_s` to end."""

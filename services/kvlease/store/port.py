@@ -10,6 +10,7 @@ Every method may raise `StoreUnavailable`, and answers within the implementation
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from kvlease.core.records import Engine, LeaseRecord
@@ -18,6 +19,12 @@ Item = TypeVar("Item", Engine, LeaseRecord)
 
 WATCH_QUEUE_MAX = 1024
 """Batches that wait for one watcher; a slower one gets a fresh snapshot instead."""
+
+
+class StoreKind(Enum):
+    """Which store a process uses."""
+
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The sidecar: registers the engines beside it, asks their holders, records their leases."""

@@ -1,0 +1,70 @@
+"""Configuration of a sidecar."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from kvlease.core.records import EngineRole
+from kvlease.runtime.config import ConfigError, require, setting
+from kvlease.runtime.logging import LogFormat
+from kvlease.store.port import StoreKind
+
+
+@dataclass(frozen=True)
+class SidecarConfig:
+    """Settings of one sidecar. All durations are seconds."""
+
+    listen: str = setting("127.0.0.1:0", "host:port that serves the registry and other sidecars")
+    advertise: str = setting("", "host:port under which they reach it; empty: where it listens")
+    allow_loopback: bool = setting(False, "accept a loopback advertise address: everything is on one machine")
+    socket_dir: str = setting("/run/kvlease", "directory of the unix socket for connectors, mode 0700")
+    role: EngineRole = setting(EngineRole.DECODE, "what the engines beside it are for")
+    engine_url: str = setting("http://127.0.0.1:8000", "base URL of the OpenAI API, as routers reach it")
+    store: StoreKind = setting(StoreKind.MEMORY, "where engines and lease records are remembered")
+    engine_ttl_s: float = setting(10.0, "after this long without its sidecar an engine's records vanish")
+    store_call_s: float = setting(1.0, "bound of one call to the store")
+    pin_call_s: float = setting(0.2, "bound of a pin's way to the connector; a turn waits for it")
+    holder_call_s: float = setting(1.0, "bound of any other question to the connector")
+    peer_call_s: float = setting(0.3, "bound of a question to another sidecar, its pin call included")
+    wait_for_offer_max_s: float = setting(0.1, "longest that a pin waits for a lease not offered yet")
+    hello_s: float = setting(5.0, "an attached connector must have said who it is within this")
+    stop_grace_s: float = setting(5.0, "calls in flight get this long to end when the sidecar stops")
+    log_level: str = setting("info", "debug, info, warning or error")
+    log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
+
+    def validate(self) -> None:
+        """Checks relations between settings.
+
+        Raises:
+            ConfigError: one is broken.
+        """
+        require(
+            self.pin_call_s < self.peer_call_s,
+            f"pin_call_s ({self.pin_call_s:g}) must be below peer_call_s ({self.peer_call_s:g})",
+        )
+        require(
+            3 * self.store_call_s <= self.engine_ttl_s,
+            f"3 * store_call_s ({self.store_call_s:g}) must not exceed engine_ttl_s ({self.engine_ttl_s:g})",
+        )
+        for name, value in (("listen", self.listen), ("advertise", self.advertise or self.listen)):
+            require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
+        check_advertised(self.advertise or self.listen, allow_loopback=self.allow_loopback)
+
+
+def check_advertised(address: str, *, allow_loopback: bool) -> None:
+    """Refuses an address that other machines cannot reach.
+
+    Raises:
+        ConfigError: it is a wildcard, or loopback without `allow_loopback`.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        parsed = ipaddress.ip_address(host)
+    except ValueError:
+        parsed = None
+    if host == "" or (parsed is not None and parsed.is_unspecified):
+        raise ConfigError(f"advertise: nobody can reach {address!r}; name the host that others see")
+    if not allow_loopback and (host == "localhost" or (parsed is not None and parsed.is_loopback)):
+        raise ConfigError(
+            f"advertise: {address!r} is reachable on this machine only; name the host that others see, "
+            "or set allow_loopback"
+        )

@@ -1,0 +1,75 @@
+"""A sidecar with its two servers: a unix socket for connectors, TCP for registries and other sidecars."""
+
+import logging
+from pathlib import Path
+
+from kvlease.core.clock import Clock
+from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.runtime.sidecars import GrpcSidecars
+from kvlease.sidecar.config import SidecarConfig
+from kvlease.sidecar.connector_server import ConnectorServicer, prepare_socket
+from kvlease.sidecar.service import SidecarServicer
+from kvlease.sidecar.sidecar import Sidecar
+from kvlease.store.port import Store
+from kvlease.v1 import connector_pb2, connector_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+
+class SidecarServer:
+    """One sidecar, started and stopped as a whole.
+
+    After `start`, `address` is where others reach it and `socket_path` where connectors attach.
+    """
+
+    def __init__(self, config: SidecarConfig, store: Store, clock: Clock) -> None:
+        self._config = config
+        self._store = store
+        self._clock = clock
+        self._peers = GrpcSidecars()
+        self._servers: list[GrpcServer] = []
+        self.address = ""
+        self.socket_path = Path(config.socket_dir)
+
+    async def start(self) -> None:
+        """Serves others first, then lets connectors attach.
+
+        Raises:
+            InvalidArgument: an address cannot be bound.
+        """
+        public = GrpcServer(
+            self._config.listen, [sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].full_name]
+        )
+        port = public.bind()
+        self.address = self._advertised(port)
+        sidecar = Sidecar(self._config, self.address, self._store, self._peers, self._clock)
+        sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(SidecarServicer(sidecar), public.server)
+        self.socket_path = prepare_socket(self._config.socket_dir)
+        local = GrpcServer(
+            f"unix:{self.socket_path}",
+            [connector_pb2.DESCRIPTOR.services_by_name["ConnectorService"].full_name],
+        )
+        connector_pb2_grpc.add_ConnectorServiceServicer_to_server(
+            ConnectorServicer(self._config, sidecar), local.server
+        )
+        local.bind()
+        for server in (public, local):
+            await server.start()
+            self._servers.append(server)
+        _log.info("sidecar serves", extra={"address": self.address, "socket": str(self.socket_path)})
+
+    async def stop(self) -> None:
+        """Detaches the connectors, which ends their engines' sessions, then refuses others. Idempotent."""
+        servers, self._servers = self._servers, []
+        for server in reversed(servers):
+            local = server is servers[-1]
+            await server.stop(0.0 if local else self._config.stop_grace_s)
+        await self._peers.close()
+
+    def _advertised(self, port: int) -> str:
+        if not self._config.advertise:
+            return f"{self._config.listen.rpartition(':')[0]}:{port}"
+        host, _, advertised_port = self._config.advertise.rpartition(":")
+        if advertised_port == "0":
+            return f"{host}:{port}"
+        return self._config.advertise
