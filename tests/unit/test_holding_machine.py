@@ -4,19 +4,22 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlease.core.holding import Grant, Hold, HoldLimits, HoldTable, PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import TERMINAL, LeaseEvent, LeaseKind, LeaseState, MissReason
 
-LIFETIME_S = 40.0
+LIFETIME_S = 16.0
 READING_BLOCKS_MAX = 10
 
-LEASES = st.integers(min_value=1, max_value=12)
-PINS = st.sampled_from(["a", "b", "c", "d", "e"])
-SECONDS = st.sampled_from([0.0, 0.25, 1.0, 3.0, 5.0, 10.0, 25.0])
-POSITIVE_SECONDS = st.sampled_from([0.25, 1.0, 3.0, 5.0, 10.0, 25.0])
+BACK_MAX = 3
+BACK = st.integers(min_value=0, max_value=BACK_MAX)
+PINS = st.sampled_from(["a", "b", "c"])
+POSITIVE_SECONDS = st.sampled_from([5.0, 10.0, 3.0, 1.0, 0.25, 25.0])
+SECONDS = st.just(0.0) | POSITIVE_SECONDS
+USED = st.sampled_from([False, False, False, True])
+STEPS = st.sampled_from([1.0, 0.25, 0.5, 2.0, 3.0, 5.0, 13.0])
 ENDINGS = {
     LeaseEvent.RELEASE: "released",
     LeaseEvent.SUPERSEDE: "released",
@@ -94,6 +97,16 @@ class HoldTableMachine(RuleBasedStateMachine):
         self.handed_out: set[int] = set()
         self.applied = True
 
+    def lease_id(self, back: int) -> int:
+        """The lease granted `back` grants ago among those alive, or among all for the largest `back`."""
+        living = [lease_id for lease_id, lease in self.model.items() if not lease.end]
+        if back == BACK_MAX or not living:
+            return 100 + len(self.model) - back
+        return living[-1 - back % len(living)]
+
+    def next_id(self, used: bool) -> int:
+        return 100 + len(self.model) + (0 if used else 1)
+
     def live(self, lease_id: int) -> Modelled | None:
         lease = self.model.get(lease_id)
         return lease if lease is not None and not lease.end else None
@@ -118,20 +131,23 @@ class HoldTableMachine(RuleBasedStateMachine):
 
     # --- what happens -----------------------------------------------------------------------
 
-    @rule(seconds=SECONDS)
-    def time_passes_unseen(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.applied = self.applied and not seconds
+    @initialize()
+    def two_turns_are_kept(self) -> None:
+        self.a_turn_is_kept(blocks=2, duration_s=5.0, provisional=False, used=False)
+        self.a_turn_is_kept(blocks=3, duration_s=5.0, provisional=True, used=False)
 
-    @rule(seconds=SECONDS)
-    def time_is_applied(self, seconds: float) -> None:
+    @rule(seconds=STEPS, seen=st.booleans())
+    def time_passes(self, seconds: float, seen: bool) -> None:
         self.now_s += seconds
-        self.table.advance(self.now_s)
-        self.pass_time()
+        self.applied = False
+        if seen:
+            self.table.advance(self.now_s)
+            self.pass_time()
 
-    @rule(lease_id=LEASES, blocks=st.integers(1, 6), duration_s=POSITIVE_SECONDS, provisional=st.booleans())
-    def a_turn_is_kept(self, lease_id: int, blocks: int, duration_s: float, provisional: bool) -> None:
+    @rule(blocks=st.integers(1, 6), duration_s=POSITIVE_SECONDS, provisional=st.booleans(), used=USED)
+    def a_turn_is_kept(self, blocks: int, duration_s: float, provisional: bool, used: bool) -> None:
         self.pass_time()
+        lease_id = self.next_id(used)
         supersedes = lease_id - 1
         granted = self.table.grant(
             self.now_s,
@@ -150,9 +166,10 @@ class HoldTableMachine(RuleBasedStateMachine):
                 not provisional,
             )
 
-    @rule(lease_id=LEASES, pin_id=PINS, blocks=st.integers(1, 6), reservation_s=POSITIVE_SECONDS)
-    def a_prefill_is_kept(self, lease_id: int, pin_id: str, blocks: int, reservation_s: float) -> None:
+    @rule(pin_id=PINS, blocks=st.integers(1, 6), reservation_s=POSITIVE_SECONDS, used=USED)
+    def a_prefill_is_kept(self, pin_id: str, blocks: int, reservation_s: float, used: bool) -> None:
         self.pass_time()
+        lease_id = self.next_id(used)
         free = lease_id not in self.model and self.owner_of(pin_id) is None
         grant = grant_of(lease_id, LeaseKind.TRANSFER, blocks, 0)
         assert self.table.grant_transfer(self.now_s, grant, pin_id, reservation_s) == free
@@ -161,8 +178,9 @@ class HoldTableMachine(RuleBasedStateMachine):
             lease.reservations[pin_id] = self.now_s + reservation_s
             self.model[lease_id] = lease
 
-    @rule(lease_ids=st.lists(LEASES, max_size=4, unique=True), duration_s=POSITIVE_SECONDS)
-    def leases_are_renewed(self, lease_ids: list[int], duration_s: float) -> None:
+    @rule(back=st.lists(BACK, max_size=4, unique=True), duration_s=POSITIVE_SECONDS)
+    def leases_are_renewed(self, back: list[int], duration_s: float) -> None:
+        lease_ids = [self.lease_id(steps) for steps in back]
         self.pass_time()
         misses = self.table.renew(self.now_s, lease_ids, duration_s)
         for lease_id in lease_ids:
@@ -185,11 +203,12 @@ class HoldTableMachine(RuleBasedStateMachine):
                 earlier_s = lease.reservations.get(pin_id, 0.0)
                 lease.reservations[pin_id] = max(earlier_s, self.now_s + reservation_s)
 
-    @rule(lease_id=LEASES, pin_id=PINS, reservation_s=SECONDS, read_part_s=SECONDS, stale=st.booleans())
+    @rule(back=BACK, pin_id=PINS, reservation_s=SECONDS, read_part_s=SECONDS, stale=USED)
     @precondition(lambda machine: machine.model)
     def a_pin_is_asked_for(
-        self, lease_id: int, pin_id: str, reservation_s: float, read_part_s: float, stale: bool
+        self, back: int, pin_id: str, reservation_s: float, read_part_s: float, stale: bool
     ) -> None:
+        lease_id = self.lease_id(back)
         self.table.advance(self.now_s)
         self.pass_time()
         if (reservation_s <= 0 and read_part_s <= 0) or self.owner_of(pin_id) not in (None, lease_id):
@@ -220,16 +239,22 @@ class HoldTableMachine(RuleBasedStateMachine):
         if read_part_s:
             lease.reads[pin_id] = max(lease.reads.get(pin_id, 0.0), self.now_s + read_part_s)
 
-    @rule(lease_id=LEASES, pin_id=PINS)
-    def a_pin_ends(self, lease_id: int, pin_id: str) -> None:
+    @rule(back=BACK, pin_id=PINS)
+    def a_pin_ends(self, back: int, pin_id: str) -> None:
+        lease_id = self.lease_id(back)
         self.pass_time()
         self.table.unpin(self.now_s, lease_id, pin_id)
         lease = self.live(lease_id)
         if lease is not None and pin_id in lease.pins:
             lease.drop(pin_id)
 
-    @rule(lease_id=LEASES, event=st.sampled_from(sorted(ENDINGS, key=lambda event: event.value)))
-    def a_lease_is_ended(self, lease_id: int, event: LeaseEvent) -> None:
+    @rule(
+        rarely=st.booleans(), back=BACK, event=st.sampled_from(sorted(ENDINGS, key=lambda event: event.value))
+    )
+    def a_lease_is_ended(self, rarely: bool, back: int, event: LeaseEvent) -> None:
+        if not rarely:
+            return
+        lease_id = self.lease_id(back)
         self.pass_time()
         miss = self.table.end(self.now_s, lease_id, event)
         lease = self.live(lease_id)
@@ -242,8 +267,10 @@ class HoldTableMachine(RuleBasedStateMachine):
         else:
             lease.ask_to_end(ENDINGS[event])
 
-    @rule()
-    def the_cache_is_reset(self) -> None:
+    @rule(rarely=st.integers(0, 9))
+    def the_cache_is_reset(self, rarely: int) -> None:
+        if rarely < 9:
+            return
         self.pass_time()
         before = self.table.holder
         clean = self.table.reset(self.now_s)
@@ -339,5 +366,5 @@ def grant_of(lease_id: int, kind: LeaseKind, blocks: int, supersedes: int) -> Gr
     )
 
 
-HoldTableMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+HoldTableMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 TestRandomHistories = HoldTableMachine.TestCase

@@ -174,14 +174,16 @@ def _keep_order(body: Mapping[str, Any]) -> KeepOrder:
 
 
 def _chain_keys(body: Mapping[str, Any]) -> tuple[int, ...]:
-    keys = body.get("chain_keys")
-    if (
-        not isinstance(keys, list)
-        or len(keys) > CHAIN_KEYS_MAX
-        or not all(isinstance(key, str) for key in keys)
-    ):
+    value = body.get("chain_keys")
+    if not isinstance(value, list) or len(keys := cast(list[object], value)) > CHAIN_KEYS_MAX:
         raise InvalidArgument(f"chain_keys is a list of at most {CHAIN_KEYS_MAX} ids in hex")
-    return tuple(lease_id_from_hex(key) for key in keys)
+    return tuple(_chain_key(key) for key in keys)
+
+
+def _chain_key(value: object) -> int:
+    if not isinstance(value, str):
+        raise InvalidArgument("a chain key is 16 hex digits")
+    return lease_id_from_hex(value)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
