@@ -15,7 +15,7 @@ from kvlease.wire.leases import outcome_from_wire, pin_to_wire
 from kvlease.wire.values import duration_to_wire, miss_from_wire
 
 OUTBOX_MAX = 4096
-"""Messages that wait for the connector. When it is full, questions fail at once and tellings are dropped: pins
+"""Messages that wait for the connector. When it is full, questions fail at once, tellings are dropped: pins
 end by their deadlines, and the next order of eviction replaces the dropped one."""
 
 Answer = TypeVar("Answer")

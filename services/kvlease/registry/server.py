@@ -1,0 +1,49 @@
+"""A registry with its gRPC server."""
+
+import logging
+
+from kvlease.core.clock import Clock
+from kvlease.registry.config import RegistryConfig
+from kvlease.registry.registry import Registry
+from kvlease.registry.service import RegistryServicer
+from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.runtime.sidecars import GrpcSidecars
+from kvlease.store.port import Store
+from kvlease.v1 import registry_pb2, registry_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+
+class RegistryServer:
+    """One registry, started and stopped as a whole. After `start`, `address` is where it listens."""
+
+    def __init__(self, config: RegistryConfig, store: Store, clock: Clock) -> None:
+        self._config = config
+        self._sidecars = GrpcSidecars()
+        self._registry = Registry(config, store, self._sidecars, clock)
+        self._server: GrpcServer | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Begins to serve.
+
+        Raises:
+            InvalidArgument: the address cannot be bound.
+        """
+        service = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
+        server = GrpcServer(self._config.listen, [service])
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(
+            RegistryServicer(self._registry), server.server
+        )
+        server.bind()
+        await server.start()
+        self._server, self.address = server, server.address
+        _log.info("registry serves", extra={"address": self.address})
+
+    async def stop(self) -> None:
+        """Refuses calls, gives those in flight their grace, then ends. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(self._config.stop_grace_s)
+        await self._registry.close()
+        await self._sidecars.close()

@@ -1,0 +1,83 @@
+"""Runs a service as the whole of a process: configuration, logs, signals, one loop."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from kvlease import __version__
+from kvlease.core.errors import KvleaseError
+from kvlease.runtime.config import ConfigError, ProcessConfig, describe_config, load_config
+from kvlease.runtime.logging import LogFormat, configure_logging
+
+_log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """Something that is started and stopped as a whole."""
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends gracefully. Idempotent."""
+        ...
+
+
+class ServiceConfig(ProcessConfig, Protocol):
+    """Configuration of a process that serves."""
+
+    @property
+    def log_level(self) -> str:
+        """Lowest level that is logged."""
+        ...
+
+    @property
+    def log_format(self) -> LogFormat:
+        """How a log line looks."""
+        ...
+
+
+Config = TypeVar("Config", bound=ServiceConfig)
+
+
+def run_service(
+    process: str, config_type: type[Config], build: Callable[[Config], Service], arguments: Namespace
+) -> int:
+    """Serves until SIGINT or SIGTERM. The exit status: 0, or 2 when it could not begin."""
+    try:
+        config = load_config(config_type, process, arguments, os.environ)
+    except ConfigError as error:
+        sys.stderr.write(f"kvlease {process}: {error}\n")
+        return 2
+    configure_logging(config.log_level, config.log_format)
+    _log.info("configuration", extra={"process": process, "version": __version__, **describe_config(config)})
+    try:
+        import uvloop
+
+        return uvloop.run(_serve(build, config))
+    except ImportError:
+        return asyncio.run(_serve(build, config))
+
+
+async def _serve(build: Callable[[Config], Service], config: Config) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    service = build(config)
+    try:
+        await service.start()
+    except KvleaseError as error:
+        _log.error("cannot start", extra={"reason": str(error)})
+        await service.stop()
+        return 2
+    await stopping.wait()
+    _log.info("stopping")
+    await service.stop()
+    return 0
