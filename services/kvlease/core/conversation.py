@@ -1,13 +1,15 @@
 """Who a request belongs to: tenants, conversations, and the chain of keys over what was said.
 
-A chain has one 8 byte key per message (per 256 bytes of a plain prompt), each covering all before it. Its keys are
-hints that choose a path and find a conversation: what is reused is decided by the digests of the blocks.
+A chain has one 8 byte key per message (per 256 bytes of a plain prompt), each covering all before it. Its
+keys are hints that choose a path and find a conversation: what is reused is decided by the digests of the
+blocks.
 """
 
 import json
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, cast
@@ -105,9 +107,9 @@ class Transcript:
         """The leaf of this request and its reply."""
         if self.prompt is not None:
             text = self.prompt if self.closed else self.prompt + _utf8(reply.text)
-            keys, ends = _segment_chain(self.root, text)
-            whole = [key for key, end in zip(keys, ends, strict=True) if end % SEGMENT_BYTES == 0]
-            return Leaf(tuple(keys[-CHAIN_KEYS_MAX:]), len(text), whole[-1] if whole else 0)
+            segments, ends = _segment_chain(self.root, text)
+            whole = [key for key, end in zip(segments, ends, strict=True) if end % SEGMENT_BYTES == 0]
+            return Leaf(tuple(segments[-CHAIN_KEYS_MAX:]), len(text), whole[-1] if whole else 0)
         message = {"role": "assistant", "content": reply.text, "tool_calls": list(reply.tool_calls)}
         normalised = _normalised(message)
         previous = self.keys[-1] if self.keys else 0
@@ -133,7 +135,7 @@ def message_transcript(
 def prompt_transcript(tenant: str, model: str, prompt: str | Sequence[int]) -> Transcript:
     """The chain over a plain prompt, text or token ids, rooted in tenant and model."""
     is_text = isinstance(prompt, str)
-    data = _utf8(prompt) if is_text else struct.pack(f"<{len(prompt)}q", *cast("Sequence[int]", prompt))
+    data = _utf8(prompt) if isinstance(prompt, str) else struct.pack(f"<{len(prompt)}q", *prompt)
     root = _root("text" if is_text else "token ids", tenant, model, b"")
     keys, ends = _segment_chain(root, data)
     return Transcript(root, tuple(keys), tuple(ends), data, closed=not is_text)
@@ -149,7 +151,10 @@ class Found:
 
 
 class ConversationIndex:
-    """Finds the conversation that a request without an id goes on with; bounded, the oldest leaf leaves first."""
+    """Finds the conversation that a request without an id goes on with.
+
+    Bounded, the oldest leaf leaves first.
+    """
 
     def __init__(self, leaves_max: int = 200_000) -> None:
         self._leaves_max = leaves_max
@@ -165,7 +170,8 @@ class ConversationIndex:
     def find(self, transcript: Transcript) -> Found | None:
         """The newest leaf on the request's chain.
 
-        An anchor counts only when something follows it: requests that merely begin alike are different conversations.
+        An anchor counts only when something follows it: requests that merely begin alike are different
+        conversations.
         """
         last = len(transcript.keys) - 1
         for place in range(last, -1, -1):
@@ -224,7 +230,7 @@ def _canonical(value: object) -> bytes:
 
 
 def _normalised(message: object) -> object:
-    """A message without what clients change when they send a reply back: reasoning, nulls, outer white space."""
+    """A message without what clients change when they send a reply back: reasoning, nulls, white space."""
     if not isinstance(message, dict):
         return message
     fields = cast("dict[str, Any]", message)
@@ -260,17 +266,17 @@ def _part_text(part: object) -> str | None:
 
 
 def _tool_call(call: object) -> object:
-    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    if not isinstance(call, dict):
+        return call
+    fields = cast("dict[str, Any]", call)
     function = fields.get("function")
     if not isinstance(function, dict):
-        return call
+        return fields
     named = cast("dict[str, Any]", function)
     arguments = named.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass
     return {"id": fields.get("id"), "name": named.get("name"), "arguments": arguments}
 
 

@@ -71,6 +71,9 @@ class PlanLimits:
     decode_running_max: int = 128
 
 
+DEFAULT_LIMITS = PlanLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSignal:
     """An engine as the planner sees it.
@@ -110,13 +113,14 @@ class TurnSignals:
     Attributes:
         lease: the lease to reuse, or the reason that there is none.
         engines: the engines that may serve the turn.
-        preferred_engine_id: decode engine of the conversation's latest turn; its cache may hold more than leases say.
+        preferred_engine_id: decode engine of the conversation's latest turn; its cache may hold more than
+            leases say.
         batch: the request holds several prompts, which share no lease.
     """
 
     lease: LeaseSignal | PlanReason
     engines: tuple[EngineSignal, ...]
-    limits: PlanLimits = PlanLimits()
+    limits: PlanLimits = DEFAULT_LIMITS
     preferred_engine_id: str = ""
     batch: bool = False
 
@@ -161,7 +165,10 @@ def plan(signals: TurnSignals) -> Plan | None:
 def choose_decode(
     engines: Iterable[EngineSignal], affinity: str = "", without: Collection[str] = ()
 ) -> EngineSignal | None:
-    """The decode engine of a turn: the one that has its blocks, else the one with the fewest turns in flight."""
+    """The decode engine of a turn.
+
+    The one that has its blocks, else the one with the fewest turns in flight.
+    """
     able = [e for e in engines if e.role is EngineRole.DECODE and e.engine_id not in without]
     return min(able, key=lambda e: (e.suspect, e.engine_id != affinity, e.running, e.engine_id), default=None)
 

@@ -1,7 +1,7 @@
 """Which leases a router keeps alive, what it tells the registry per interval, and what it may believe.
 
-Pure: the caller brings `now_s`, monotonic and its own. A belief counts a share of the duration from before the beat
-was sent that its holder acked; nothing is believed of a lease before its first ack.
+Pure: the caller brings `now_s`, monotonic and its own. A belief counts a share of the duration from before
+the beat was sent that its holder acked; nothing is believed of a lease before its first ack.
 """
 
 import math
@@ -60,7 +60,8 @@ class RenewalPolicy:
             )
         if self.gap_floor_s > self.gap_cap_s:
             raise InvalidArgument(
-                f"gap_floor_s is {self.gap_floor_s} and gap_cap_s {self.gap_cap_s}: the floor is above the cap"
+                f"gap_floor_s is {self.gap_floor_s} and gap_cap_s {self.gap_cap_s}:"
+                " the floor is above the cap"
             )
 
 
@@ -141,7 +142,7 @@ class RenewalTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    # --- what a turn says --------------------------------------------------------------------------------------
+    # --- what a turn says ---------------------------------------------------------------------------------
 
     def expect(self, now_s: float, lease_id: int, engine_id: str) -> None:
         """A turn ended well: its lease is pending, and the next beat confirms it."""
@@ -190,7 +191,7 @@ class RenewalTable:
         """Renews the pin no longer."""
         self._pins.pop(pin_id, None)
 
-    # --- what the planner asks ---------------------------------------------------------------------------------
+    # --- what the planner asks ----------------------------------------------------------------------------
 
     def belief(self, now_s: float, lease_id: int) -> Belief:
         """What may be thought of a lease now; an unknown one is MISSED."""
@@ -206,7 +207,7 @@ class RenewalTable:
         lease = self._leases.get(lease_id)
         return (lease.miss if lease else None) or MissReason.UNKNOWN
 
-    # --- the heartbeat -----------------------------------------------------------------------------------------
+    # --- the heartbeat ------------------------------------------------------------------------------------
 
     def beat(self, now_s: float) -> Beat:
         """The next message to the registry. The caller sends it at once, in order."""
@@ -227,7 +228,10 @@ class RenewalTable:
         return Beat(self._epoch, self._sequence, full, engines)
 
     def ack(self, now_s: float, sequence: int, misses: Mapping[int, MissReason]) -> bool:
-        """Takes the registry's answer. True when another beat is wanted soon: a pending lease was not there yet."""
+        """Takes the registry's answer.
+
+        True when another beat is wanted soon: a pending lease was not there yet.
+        """
         again = False
         for lease_id, reason in misses.items():
             again = self._missed(now_s, lease_id, reason) or again
@@ -245,7 +249,10 @@ class RenewalTable:
         return again
 
     def resync(self) -> None:
-        """The registry lost the session, or the stream broke: the next beat is complete, under another epoch."""
+        """The registry lost the session, or the stream broke.
+
+        The next beat is complete, under another epoch.
+        """
         if not self._full:
             self._epoch += 1
         self._full = True
@@ -253,10 +260,13 @@ class RenewalTable:
         for lease in self._leases.values():
             lease.sequence = None
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------
 
     def _missed(self, now_s: float, lease_id: int, reason: MissReason) -> bool:
-        """Whether the lease is asked for again: its grant may be later than the end of the turn that we saw."""
+        """Whether the lease is asked for again.
+
+        Its grant may be later than the end of the turn that we saw.
+        """
         lease = self._leases.get(lease_id)
         self._told_leases.pop(lease_id, None)
         if lease is None:
@@ -288,8 +298,8 @@ class RenewalTable:
                 self._told_leases[lease_id] = lease.engine_id
                 lease.sequence = self._sequence
         for lease_id, engine_id in list(self._told_leases.items()):
-            lease = self._leases.get(lease_id)
-            if lease is None or not lease.live(now_s):
+            known = self._leases.get(lease_id)
+            if known is None or not known.live(now_s):
                 changes.setdefault(engine_id, _Changes()).dropped_leases.append(lease_id)
                 del self._told_leases[lease_id]
 

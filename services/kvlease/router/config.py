@@ -1,0 +1,98 @@
+"""Configuration of a router."""
+
+from dataclasses import dataclass
+
+from kvlease.core.errors import InvalidArgument
+from kvlease.core.planning import PlanLimits
+from kvlease.core.renewal import RenewalPolicy
+from kvlease.router.turn import TurnLimits
+from kvlease.runtime.config import ConfigError, require, setting
+from kvlease.runtime.logging import LogFormat
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Settings of one router. All durations are seconds."""
+
+    listen: str = setting("127.0.0.1:8080", "host:port of the OpenAI API; port 0: any free one")
+    grpc_listen: str = setting("127.0.0.1:7710", "host:port of the RoutingService; port 0: any free one")
+    registry: str = setting("127.0.0.1:7700", "host:port of a registry")
+    registry_call_s: float = setting(0.5, "bound of one call to the registry; a readback waits for its pin")
+    append_tokens_max: int = setting(512, "longest suffix that a decode engine prefills itself")
+    reuse_tokens_min: int = setting(64, "leases of fewer tokens are not worth a READ")
+    decode_running_max: int = setting(128, "turns in flight at which a decode engine prefills nothing itself")
+    heartbeat_interval_s: float = setting(5.0, "how often leases are renewed")
+    lease_duration_s: float = setting(20.0, "what a heartbeat renews a lease for: survives two lost beats")
+    reservation_s: float = setting(30.0, "what a heartbeat renews the reservation of a pin for")
+    provisional_s: float = setting(6.0, "how long an engine keeps a turn that nobody confirmed")
+    gap_floor_s: float = setting(30.0, "a conversation stays live at least this long after a turn")
+    gap_cap_s: float = setting(600.0, "and at most this long, whatever a client asks for")
+    wait_for_offer_s: float = setting(0.02, "a pin may wait this long for a lease granted a moment ago")
+    turn_timeout_s: float = setting(1800.0, "bound of one turn, its streamed answer included")
+    prefill_timeout_s: float = setting(120.0, "bound of one try of the prefill leg")
+    suspect_s: float = setting(2.0, "an engine is avoided this long after a call to it failed")
+    body_bytes_max: int = setting(32 << 20, "longest body of a request: images travel in it")
+    conversations_max: int = setting(
+        100_000, "conversations remembered; beyond, the least recent is forgotten"
+    )
+    session_headers: str = setting(
+        "X-Conversation-Id", "headers that may name the conversation, with commas; the first present counts"
+    )
+    isolate_tenants: bool = setting(True, "salt the engines' own prefix caches with the tenant")
+    stop_grace_s: float = setting(5.0, "turns in flight get this long to end when the router stops")
+    log_level: str = setting("info", "debug, info, warning or error")
+    log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
+
+    def validate(self) -> None:
+        """Checks relations between settings.
+
+        Raises:
+            ConfigError: one is broken.
+        """
+        try:
+            self.renewal_policy()
+        except InvalidArgument as error:
+            raise ConfigError(str(error)) from error
+        require(
+            self.prefill_timeout_s < self.turn_timeout_s,
+            f"prefill_timeout_s ({self.prefill_timeout_s:g}) must be below turn_timeout_s "
+            f"({self.turn_timeout_s:g})",
+        )
+        require(
+            self.wait_for_offer_s < self.registry_call_s,
+            f"wait_for_offer_s ({self.wait_for_offer_s:g}) must be below registry_call_s "
+            f"({self.registry_call_s:g})",
+        )
+        for name in ("body_bytes_max", "conversations_max", "decode_running_max", "prefill_timeout_s"):
+            require(getattr(self, name) > 0, f"{name} ({getattr(self, name):g}) must be above 0")
+        for name in (
+            "append_tokens_max",
+            "reuse_tokens_min",
+            "wait_for_offer_s",
+            "suspect_s",
+            "stop_grace_s",
+        ):
+            require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")
+        for name in ("listen", "grpc_listen", "registry"):
+            value = getattr(self, name)
+            require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
+
+    def renewal_policy(self) -> RenewalPolicy:
+        """The durations of the heartbeat.
+
+        Raises:
+            InvalidArgument: they do not fit each other.
+        """
+        return RenewalPolicy(
+            interval_s=self.heartbeat_interval_s,
+            duration_s=self.lease_duration_s,
+            reservation_s=self.reservation_s,
+            provisional_s=self.provisional_s,
+            gap_floor_s=self.gap_floor_s,
+            gap_cap_s=self.gap_cap_s,
+        )
+
+    def turn_limits(self) -> TurnLimits:
+        """The bounds of a turn."""
+        plan = PlanLimits(self.append_tokens_max, self.reuse_tokens_min, self.decode_running_max)
+        return TurnLimits(plan, self.turn_timeout_s, self.prefill_timeout_s, self.wait_for_offer_s)

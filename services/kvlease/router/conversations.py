@@ -1,0 +1,378 @@
+"""The conversations that a router knows: which lease each one has, and how its turns went."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from kvlease.core.clock import Clock
+from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript, conversation_key
+from kvlease.core.cost import TokenEstimate
+from kvlease.core.ids import Holder
+from kvlease.core.lease import MissReason
+from kvlease.core.planning import REASON_OF_MISS, LeaseSignal, PlanReason, TurnPath
+from kvlease.core.records import LeaseRecord
+from kvlease.core.renewal import Belief, RenewalTable
+from kvlease.router.bodies import TurnRequest
+from kvlease.router.engines import EngineTable
+from kvlease.router.ports import RandomPort
+from kvlease.store.port import Batch
+
+TURNS_KEPT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationLease:
+    """The lease of a conversation's latest turn. `tokens` is 0 when it is not known."""
+
+    lease_id: int
+    holder: Holder
+    model: str
+    leaf: Leaf
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One turn as the router planned and saw it.
+
+    Attributes:
+        reused_tokens: tokens of the prompt whose KV was not computed again.
+        read_tokens: those among them that were READ from the lease.
+        local_tokens: those among them that the prefill engine's own cache held.
+        verified_tokens: tokens of the lease that belong to the prompt, as the reader verified.
+        outcome: what the reader says of its READ; empty without one.
+        ended: `well`, `badly` or `aborted`; empty while the turn runs.
+    """
+
+    request_id: str
+    path: TurnPath
+    reason: PlanReason
+    lease_id: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reused_tokens: int = 0
+    read_tokens: int = 0
+    local_tokens: int = 0
+    verified_tokens: int = 0
+    outcome: str = ""
+    ttft_s: float | None = None
+    prefill_engine_id: str = ""
+    decode_engine_id: str = ""
+    ended: str = ""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation of one tenant.
+
+    Attributes:
+        conversation_id: the client's, or minted; empty when only another router knows it.
+        named: the client gave the id.
+        lease: of the turn that finished last.
+        leaf: where that turn ended.
+        claimed: a turn that goes on from the leaf is in flight.
+    """
+
+    key: bytes
+    tenant: str
+    conversation_id: str
+    named: bool
+    lease: ConversationLease | None = None
+    leaf: Leaf | None = None
+    claimed: bool = False
+    decode_engine_id: str = ""
+    estimate: TokenEstimate = field(default_factory=TokenEstimate)
+    turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
+    used_s: float = 0.0
+    open_turns: int = 0
+
+
+@dataclass(slots=True)
+class OpenTurn:
+    """A turn that found its conversation.
+
+    Attributes:
+        base: the lease that the turn may reuse.
+        suffix_bytes: text after the leased history, None when the request does not extend it.
+        supersedes: the lease that a new one replaces; 0 for a first turn and for a fork.
+        claims: the turn goes on from the conversation's leaf, so that another one forks.
+    """
+
+    conversation: Conversation
+    transcript: Transcript | None
+    model: str
+    base: ConversationLease | None = None
+    suffix_bytes: int | None = None
+    supersedes: int = 0
+    claims: bool = False
+    first: bool = True
+
+
+class ConversationTable:
+    """Finds the conversation of a request, and keeps what its turns leave behind. Nothing in here waits."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        renewals: RenewalTable,
+        engines: EngineTable,
+        random: RandomPort,
+        conversations_max: int,
+    ) -> None:
+        self._clock = clock
+        self._renewals = renewals
+        self._engines = engines
+        self._random = random
+        self._conversations_max = conversations_max
+        self._conversations: OrderedDict[bytes, Conversation] = OrderedDict()
+        self._index = ConversationIndex()
+        self._records: dict[int, LeaseRecord] = {}
+        self._record_of_key: dict[bytes, int] = {}
+        self._record_of_leaf: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def find(self, tenant: str, conversation_id: str) -> Conversation | None:
+        """A conversation by its id."""
+        return self._conversations.get(conversation_key(tenant, conversation_id))
+
+    # --- turns --------------------------------------------------------------------------------------------
+
+    def open(self, request: TurnRequest) -> OpenTurn:
+        """Finds or begins the conversation of a request. Ends with `close`."""
+        turn = self._named_turn(request) if request.conversation_id else self._unnamed_turn(request)
+        conversation = turn.conversation
+        conversation.used_s = self._clock.now_s()
+        conversation.open_turns += 1
+        if turn.claims:
+            conversation.claimed = True
+        if turn.base is not None:
+            self._renewals.open(turn.base.lease_id)
+        self._trim()
+        return turn
+
+    def lease_signal(self, turn: OpenTurn) -> LeaseSignal | PlanReason:
+        """What the planner may know of the lease that a turn could reuse."""
+        base = turn.base
+        if base is None:
+            return PlanReason.FIRST_TURN if turn.first else PlanReason.LEASE_MISSING
+        if base.model != turn.model:
+            return PlanReason.MODEL_CHANGED
+        if not self._engines.holds(base.holder):
+            return PlanReason.LEASE_LOST
+        belief = self._renewals.belief(self._clock.now_s(), base.lease_id)
+        if belief is Belief.MISSED:
+            return REASON_OF_MISS[self._renewals.miss(base.lease_id)]
+        if belief is Belief.EXPIRED:
+            return PlanReason.LEASE_EXPIRED
+        suffix = turn.suffix_bytes
+        suffix_tokens = None if suffix is None else turn.conversation.estimate.tokens(suffix)
+        return LeaseSignal(base.holder.engine_id, suffix_tokens, base.tokens)
+
+    def grant(self, turn: OpenTurn, lease_id: int, holder: Holder, reply: Reply) -> ConversationLease | None:
+        """A turn ended well: its lease is the conversation's. Returns the lease to release by name, if any.
+
+        The holder supersedes the lease that the turn was told to; whatever else the conversation had is left
+        to us.
+        """
+        conversation = turn.conversation
+        leaf = self._remember_leaf(turn, reply)
+        previous = conversation.lease
+        conversation.lease = ConversationLease(lease_id, holder, turn.model, leaf)
+        self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id)
+        if previous is None:
+            return None
+        self._renewals.drop(previous.lease_id)
+        superseded = previous.lease_id == turn.supersedes and previous.holder.engine_id == holder.engine_id
+        return None if superseded else previous
+
+    def finish_without_lease(self, turn: OpenTurn, reply: Reply) -> None:
+        """A turn ended well on an engine that retains nothing."""
+        self._remember_leaf(turn, reply)
+
+    def learn(self, turn: OpenTurn, lease_id: int, prompt_tokens: int, completion_tokens: int) -> None:
+        """Takes the counts of a turn that ended well."""
+        conversation = turn.conversation
+        text_bytes = turn.transcript.text_bytes if turn.transcript else 0
+        conversation.estimate = conversation.estimate.learnt(prompt_tokens, text_bytes)
+        lease = conversation.lease
+        if lease is not None and lease.lease_id == lease_id and prompt_tokens:
+            tokens = prompt_tokens + completion_tokens
+            conversation.lease = ConversationLease(lease_id, lease.holder, lease.model, lease.leaf, tokens)
+
+    def close(self, turn: OpenTurn) -> None:
+        """The turn is over, however it ended."""
+        now_s = self._clock.now_s()
+        turn.conversation.open_turns -= 1
+        turn.conversation.used_s = now_s
+        if turn.claims:
+            turn.conversation.claimed = False
+        if turn.base is not None:
+            self._renewals.close(now_s, turn.base.lease_id)
+
+    def release(self, conversation: Conversation) -> ConversationLease | None:
+        """Forgets the conversation's lease; the lease to release at its holder."""
+        lease, conversation.lease = conversation.lease, None
+        if lease is not None:
+            self._renewals.drop(lease.lease_id)
+        return lease
+
+    def belief(self, conversation: Conversation) -> str:
+        """What is believed of the conversation's lease: a `Belief` value, a miss, or `none`."""
+        if conversation.lease is None:
+            return "none"
+        lease_id = conversation.lease.lease_id
+        belief = self._renewals.belief(self._clock.now_s(), lease_id)
+        return self._renewals.miss(lease_id).value if belief is Belief.MISSED else belief.value
+
+    # --- records of other routers' leases -----------------------------------------------------------------
+
+    def apply(self, batch: Batch[LeaseRecord]) -> None:
+        """Takes what the watch tells of leases.
+
+        A record that is absent from a snapshot proves nothing, since records trail their leases; one that is
+        said to be gone has ended.
+        """
+        if batch.snapshot:
+            self._records.clear()
+            self._record_of_key.clear()
+            self._record_of_leaf.clear()
+        for change in batch.changes:
+            record = change.item
+            if change.gone:
+                self._forget_record(record)
+            else:
+                self._records[record.lease_id] = record
+                self._record_of_key[record.conversation_key] = record.lease_id
+                if record.chain_keys:
+                    self._record_of_leaf[record.chain_keys[-1]] = record.lease_id
+
+    def _forget_record(self, gone: LeaseRecord) -> None:
+        self._renewals.lose(gone.lease_id, MissReason.UNKNOWN)
+        record = self._records.pop(gone.lease_id, None)
+        if record is None:
+            return
+        if self._record_of_key.get(record.conversation_key) == record.lease_id:
+            del self._record_of_key[record.conversation_key]
+        if record.chain_keys and self._record_of_leaf.get(record.chain_keys[-1]) == record.lease_id:
+            del self._record_of_leaf[record.chain_keys[-1]]
+
+    def _has_live_lease(self, conversation: Conversation) -> bool:
+        if conversation.lease is None:
+            return False
+        belief = self._renewals.belief(self._clock.now_s(), conversation.lease.lease_id)
+        return belief in (Belief.HELD, Belief.PENDING)
+
+    def _adopt(self, record: LeaseRecord) -> ConversationLease:
+        """Takes over a lease that another router granted; nothing is believed of it before an ack."""
+        self._renewals.expect(self._clock.now_s(), record.lease_id, record.holder.engine_id)
+        leaf = Leaf(record.chain_keys)
+        return ConversationLease(record.lease_id, record.holder, record.model, leaf, record.tokens)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _named_turn(self, request: TurnRequest) -> OpenTurn:
+        key = conversation_key(request.tenant, request.conversation_id)
+        conversation = self._get(key)
+        if conversation is None:
+            conversation = self._insert(
+                Conversation(key, request.tenant, request.conversation_id, named=True)
+            )
+        record = self._records.get(self._record_of_key.get(key, 0))
+        if record is not None and record.tenant == request.tenant and not self._has_live_lease(conversation):
+            conversation.lease = self._adopt(record)
+            conversation.decode_engine_id = record.holder.engine_id
+        return self._continue(request, conversation)
+
+    def _unnamed_turn(self, request: TurnRequest) -> OpenTurn:
+        found = self._index.find(request.transcript) if request.transcript is not None else None
+        owner = self._get(found.owner) if found is not None else None
+        if found is None or owner is None:
+            recorded = self._recorded_turn(request)
+            return recorded or OpenTurn(self._mint(request), request.transcript, request.model)
+        at_leaf = owner.leaf is not None and owner.leaf.key == found.leaf.key
+        if found.extends and at_leaf and not owner.claimed:
+            turn = self._continue(request, owner)
+            turn.claims = True
+            return turn
+        return self._fork(request, owner, found.leaf)
+
+    def _recorded_turn(self, request: TurnRequest) -> OpenTurn | None:
+        """A branch of another router's conversation.
+
+        The record ends before the reply, so runs that begin alike cannot be told apart: the branch reads, and
+        supersedes nothing.
+        """
+        transcript = request.transcript
+        if transcript is None or transcript.prompt is not None:
+            return None
+        for key in reversed(transcript.keys[:-1]):
+            record = self._records.get(self._record_of_leaf.get(key, 0))
+            if record is not None and record.tenant == request.tenant:
+                branch = self._mint(request)
+                base = self._adopt(record)
+                branch.decode_engine_id = record.holder.engine_id
+                suffix_bytes = transcript.suffix_bytes(base.leaf)
+                return OpenTurn(branch, transcript, request.model, base, suffix_bytes, first=False)
+        return None
+
+    def _continue(self, request: TurnRequest, conversation: Conversation) -> OpenTurn:
+        lease, transcript = conversation.lease, request.transcript
+        return OpenTurn(
+            conversation,
+            transcript,
+            request.model,
+            base=lease,
+            suffix_bytes=transcript.suffix_bytes(lease.leaf) if lease and transcript else None,
+            supersedes=lease.lease_id if lease else 0,
+            first=not conversation.turns and lease is None,
+        )
+
+    def _fork(self, request: TurnRequest, owner: Conversation, leaf: Leaf) -> OpenTurn:
+        """A branch: another conversation that may read the lease of the one it leaves."""
+        branch = self._mint(request)
+        branch.estimate = owner.estimate
+        branch.decode_engine_id = owner.decode_engine_id
+        suffix_bytes = request.transcript.suffix_bytes(leaf) if request.transcript else None
+        return OpenTurn(
+            branch,
+            request.transcript,
+            request.model,
+            base=owner.lease,
+            suffix_bytes=suffix_bytes,
+            first=False,
+        )
+
+    def _mint(self, request: TurnRequest) -> Conversation:
+        conversation_id = self._random.text_id()
+        key = conversation_key(request.tenant, conversation_id)
+        return self._insert(Conversation(key, request.tenant, conversation_id, named=False))
+
+    def _remember_leaf(self, turn: OpenTurn, reply: Reply) -> Leaf:
+        leaf = turn.transcript.leaf(reply) if turn.transcript is not None else Leaf(())
+        turn.conversation.leaf = leaf
+        if leaf.key and not turn.conversation.named:
+            self._index.put(turn.conversation.key, leaf)
+        if turn.claims:
+            # The next turn may come before this one has closed.
+            turn.conversation.claimed = False
+            turn.claims = False
+        return leaf
+
+    def _get(self, key: bytes) -> Conversation | None:
+        conversation = self._conversations.get(key)
+        if conversation is not None:
+            self._conversations.move_to_end(key)
+        return conversation
+
+    def _insert(self, conversation: Conversation) -> Conversation:
+        self._conversations[conversation.key] = conversation
+        return conversation
+
+    def _trim(self) -> None:
+        """Forgets the conversations used longest ago; what they hold expires by itself."""
+        while len(self._conversations) > self._conversations_max:
+            key, oldest = next(iter(self._conversations.items()))
+            if oldest.open_turns:
+                return
+            del self._conversations[key]

@@ -1,0 +1,237 @@
+"""The decode leg.
+
+Passes the decode engine's answer to the client, and grants the turn's lease when it ended well.
+"""
+
+from dataclasses import replace
+
+from kvlease.core.lease import LeaseKind
+from kvlease.core.planning import PlanReason, choose_decode
+from kvlease.core.records import Engine
+from kvlease.core.turn import CHAIN_KEYS_MAX, KeepOrder, ReadOrder, TurnParams
+from kvlease.router.bodies import (
+    client_answer,
+    decode_body,
+    error_body,
+    parse_answer,
+    report_of,
+)
+from kvlease.router.headers import answer_headers
+from kvlease.router.ports import EngineReply, LegError
+from kvlease.router.sse import EventSplitter, ReplyReader, StreamCleaner
+from kvlease.router.turn import (
+    TRIES_A_LEG,
+    PinnedLease,
+    Refusal,
+    Turn,
+    TurnServices,
+    broken,
+    refused,
+    route_headers,
+    unavailable,
+    without_prefill,
+)
+
+
+class DecodeLeg:
+    """Runs the decode leg of turns."""
+
+    def __init__(self, services: TurnServices) -> None:
+        self._services = services
+
+    async def run(self, turn: Turn, handover: PinnedLease | None) -> None:
+        """Answers the client. An engine that fails before its first byte is replaced once."""
+        tried: set[str] = set()
+        for _ in range(TRIES_A_LEG):
+            engine = self._services.engines.get(turn.plan.decode_engine_id)
+            tried.add(turn.plan.decode_engine_id)
+            sent = False
+            if engine is not None:
+                try:
+                    await self._try(turn, engine, handover)
+                    return
+                except LegError as failed:
+                    sent = failed.sent
+                    if turn.answered:
+                        await self._break_off(turn)
+                        return
+            if not self._replace_engine(turn, tried, handover if not sent else None):
+                break
+            handover = handover if turn.plan.prefill_engine_id else None
+        turn.record.ended = "badly"
+        await unavailable(turn.client, turn.head, "no decode engine answers")
+
+    async def _break_off(self, turn: Turn) -> None:
+        """A stream that has begun is never replayed; one whose choices have all ended lacks nothing."""
+        if turn.record.ended == "well":
+            await turn.client.end()
+        else:
+            await broken(turn, 502, "the decode engine broke off its answer")
+
+    def _replace_engine(self, turn: Turn, tried: set[str], handover: PinnedLease | None) -> bool:
+        """Plans the turn for another decode engine.
+
+        It gets the handed over KV when nobody else may read it.
+        """
+        signals = self._services.engines.signals(turn.request.model)
+        chosen = choose_decode(signals, without=tried)
+        if chosen is None:
+            return False
+        changed = replace(turn.plan, decode_engine_id=chosen.engine_id, keep=chosen.retain)
+        prefill = self._services.engines.get(turn.plan.prefill_engine_id)
+        fits = prefill is not None and prefill.layout.layout_hash == chosen.layout_hash and chosen.retain
+        if handover is not None and fits:
+            turn.change_plan(replace(changed, reason=PlanReason.DECODE_FAILED))
+        else:
+            turn.plan = changed
+            turn.change_plan(without_prefill(turn, PlanReason.DECODE_FAILED))
+        return True
+
+    async def _try(self, turn: Turn, engine: Engine, handover: PinnedLease | None) -> None:
+        services = self._services
+        engine_id = engine.holder.engine_id
+        turn.record.lease_id = services.random.lease_id() if turn.plan.keep else 0
+        turn.record.decode_engine_id = engine_id
+        body = decode_body(turn.request, self._params(turn, handover))
+        headers = {**turn.head.engine_headers, **services.engines.headers(engine)}
+        url = engine.url + turn.request.api.value
+        timeout_s = services.limits.turn_timeout_s
+        if handover is not None:
+            turn.loose_pins.pop(handover.pin_id, None)
+        try:
+            with services.engines.running(engine_id):
+                async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
+                    await self._relay(turn, engine, handover, reply)
+        except LegError as failed:
+            services.engines.suspect(engine_id)
+            if handover is not None and not failed.sent:
+                turn.loose_pins[handover.pin_id] = handover
+            raise
+        finally:
+            if handover is not None and handover.pin_id not in turn.loose_pins:
+                services.renewals.drop_pin(handover.pin_id)
+
+    def _params(self, turn: Turn, handover: PinnedLease | None) -> TurnParams | None:
+        if not turn.plan.keep:
+            return None
+        read = (
+            ReadOrder(
+                handover.lease_id,
+                handover.pin_id,
+                LeaseKind.TRANSFER,
+                handover.holder,
+                handover.sidecar_address,
+            )
+            if handover is not None
+            else None
+        )
+        transcript = turn.request.transcript
+        keep = KeepOrder(
+            turn.record.lease_id,
+            LeaseKind.CONVERSATION,
+            self._services.policy.provisional_s,
+            conversation_key=turn.opened.conversation.key,
+            chain_keys=transcript.keys[-CHAIN_KEYS_MAX:] if transcript is not None else (),
+            supersedes=turn.opened.supersedes,
+        )
+        return TurnParams(turn.request.tenant, read=read, keep=keep)
+
+    async def _relay(
+        self, turn: Turn, engine: Engine, handover: PinnedLease | None, reply: EngineReply
+    ) -> None:
+        headers = answer_headers(reply.headers)
+        if reply.status >= 400:
+            body = await reply.body()
+            if handover is not None:
+                turn.loose_pins[handover.pin_id] = handover
+            await refused(turn, Refusal(reply.status, headers, body))
+        elif reply.headers.get("Content-Type", "").startswith("text/event-stream"):
+            await self._relay_stream(turn, engine, handover, reply)
+        else:
+            await self._relay_whole(turn, engine, reply)
+
+    async def _relay_whole(self, turn: Turn, engine: Engine, reply: EngineReply) -> None:
+        raw = await reply.body()
+        answer = parse_answer(raw)
+        reader = ReplyReader(turn.request.choices)
+        if answer is not None:
+            reader.read(answer)
+        turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
+        if answer is None or reader.failed:
+            await broken(turn, 502, "the decode engine gave no answer")
+            return
+        report = report_of(answer)
+        self._end(turn, engine, reader, kept=report is None or report.kept_tokens > 0)
+        self._learn(turn, reader)
+        headers = {**answer_headers(reply.headers), **route_headers(turn)}
+        await turn.client.answer(reply.status, headers, client_answer(raw, answer))
+
+    async def _relay_stream(
+        self, turn: Turn, engine: Engine, handover: PinnedLease | None, reply: EngineReply
+    ) -> None:
+        splitter, reader = EventSplitter(), ReplyReader(turn.request.choices)
+        cleaner = StreamCleaner(reader, hide_usage=turn.request.stream and not turn.request.wants_usage)
+        done = False
+        async for chunk in reply.chunks():
+            parts: list[bytes] = []
+            for event in splitter.feed(chunk):
+                passed = cleaner.take(event)
+                if passed.done:
+                    done = True
+                    if reader.failed_silently:
+                        parts.append(b"data: " + error_body(502, "the engine failed") + b"\n\n")
+                parts.append(passed.data)
+            if reader.finished_well and not turn.record.ended:
+                self._end(turn, engine, reader, kept=True)
+            self._learn(turn, reader)
+            data = b"".join(parts)
+            if data:
+                await self._pass(turn, handover, reply, data)
+            if done:
+                break
+        if not done and not reader.finished_well:
+            raise LegError("the stream ended early", sent=True)
+        turn.record.ended = turn.record.ended or "badly"
+        await turn.client.end()
+
+    async def _pass(self, turn: Turn, handover: PinnedLease | None, reply: EngineReply, data: bytes) -> None:
+        if not turn.answered:
+            turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
+            if handover is not None:
+                self._services.renewals.drop_pin(handover.pin_id)
+            turn.answered = True
+            await turn.client.start(reply.status, {**answer_headers(reply.headers), **route_headers(turn)})
+        await turn.client.write(data)
+
+    def _end(self, turn: Turn, engine: Engine, reader: ReplyReader, *, kept: bool) -> None:
+        """The engine has finished.
+
+        A turn that ended well has a lease, confirmed by the next beat, at once.
+        """
+        services, opened = self._services, turn.opened
+        if not reader.finished_well:
+            turn.record.ended = "badly"
+            return
+        turn.record.ended = "well"
+        opened.conversation.decode_engine_id = engine.holder.engine_id
+        if not turn.record.lease_id or not kept:
+            services.conversations.finish_without_lease(opened, reader.reply())
+            return
+        left = services.conversations.grant(opened, turn.record.lease_id, engine.holder, reader.reply())
+        services.heartbeat.wake()
+        if left is not None:
+            release = services.registry.release(left.lease_id, left.holder.engine_id, turn.request.tenant)
+            services.background.run(release)
+
+    def _learn(self, turn: Turn, reader: ReplyReader) -> None:
+        """Takes the engine's counts, as soon as they are known."""
+        usage, record = reader.usage, turn.record
+        if record.ended != "well" or not usage.prompt_tokens:
+            return
+        record.prompt_tokens = usage.prompt_tokens
+        record.completion_tokens = usage.completion_tokens
+        if not turn.plan.prefill_engine_id:
+            record.reused_tokens = usage.cached_tokens
+        self._services.conversations.learn(
+            turn.opened, record.lease_id, usage.prompt_tokens, usage.completion_tokens
+        )

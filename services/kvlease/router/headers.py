@@ -1,0 +1,75 @@
+"""Which HTTP headers cross the router, and in which direction."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+OURS_TOWARDS_ENGINES = frozenset(
+    {
+        "host",
+        "content-length",
+        "content-type",
+        "content-encoding",
+        "accept-encoding",
+        "expect",
+        "x-request-id",
+        "x-data-parallel-rank",
+    }
+)
+OURS_TOWARDS_CLIENTS = frozenset(
+    {"content-length", "content-encoding", "date", "server", "x-request-id", "x-conversation-id"}
+)
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def engine_headers(client: Iterable[tuple[str, str]], request_id: str) -> dict[str, str]:
+    """The headers of a leg: the client's, `Authorization` among them, without what ends at the router."""
+    kept = _end_to_end(client, OURS_TOWARDS_ENGINES)
+    return {
+        **kept,
+        "Content-Type": "application/json",
+        "Accept-Encoding": "identity",
+        "X-Request-Id": request_id,
+    }
+
+
+def answer_headers(engine: Mapping[str, str]) -> dict[str, str]:
+    """The headers of an engine's answer, `Retry-After` among them, without what ends at the router."""
+    return _end_to_end(engine.items(), OURS_TOWARDS_CLIENTS)
+
+
+def request_id_from(client: str | None, minted: str) -> str:
+    """The client's request id when it is one, else the minted one."""
+    return client if client and REQUEST_ID.fullmatch(client) else minted
+
+
+def bearer_token(authorization: str | None) -> str:
+    """What stands for the caller: the token of a bearer, else the whole header; `anonymous` without one."""
+    if not authorization:
+        return "anonymous"
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else authorization
+
+
+def _end_to_end(headers: Iterable[tuple[str, str]], ours: frozenset[str]) -> dict[str, str]:
+    listed = list(headers)
+    named = {
+        name.strip().lower()
+        for header, value in listed
+        if header.lower() == "connection"
+        for name in value.split(",")
+    }
+    dropped = HOP_BY_HOP | ours | named
+    return {name: value for name, value in listed if name.lower() not in dropped}

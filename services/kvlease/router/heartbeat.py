@@ -1,0 +1,73 @@
+"""The task that tells the registry, beat by beat, which leases and pins are to be renewed."""
+
+import asyncio
+import contextlib
+import logging
+
+from kvlease.core.clock import Clock
+from kvlease.core.errors import KvleaseError
+from kvlease.core.renewal import RenewalTable
+from kvlease.router.ports import RegistryPort, RenewalStream
+
+RETRY_S = 0.2
+RECONNECT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Sends a beat per interval, and one at once when woken. Owns the table's sequence."""
+
+    def __init__(self, table: RenewalTable, registry: RegistryPort, clock: Clock, interval_s: float) -> None:
+        self._table = table
+        self._registry = registry
+        self._clock = clock
+        self._interval_s = interval_s
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """A lease waits for its confirmation: the next beat goes out at once."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Renews until cancelled; a broken stream is opened again and starts with a complete beat."""
+        while True:
+            try:
+                async with self._registry.renew() as stream:
+                    await self._converse(stream)
+            except KvleaseError as error:
+                log.warning("heartbeat stream broke", extra={"error": type(error).__name__})
+            self._table.resync()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _converse(self, stream: RenewalStream) -> None:
+        receiver = asyncio.create_task(self._receive(stream))
+        try:
+            while not receiver.done():
+                self._woken.clear()
+                await stream.send(self._table.beat(self._clock.now_s()))
+                await self._pause(receiver)
+            receiver.result()
+        finally:
+            receiver.cancel()
+            with contextlib.suppress(asyncio.CancelledError, KvleaseError):
+                await receiver
+
+    async def _pause(self, receiver: asyncio.Task[None]) -> None:
+        """Until the next beat is due: an interval, less when woken."""
+        waker = asyncio.create_task(self._woken.wait())
+        try:
+            await asyncio.wait(
+                {waker, receiver}, timeout=self._interval_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waker.cancel()
+
+    async def _receive(self, stream: RenewalStream) -> None:
+        async for ack in stream.acks():
+            if ack.resync:
+                self._table.resync()
+                self._woken.set()
+            again = self._table.ack(self._clock.now_s(), ack.sequence, ack.misses)
+            if again:
+                asyncio.get_running_loop().call_later(RETRY_S, self._woken.set)

@@ -1,0 +1,220 @@
+"""The OpenAI-compatible surface: routes, errors in OpenAI's shape, and the client's side of a turn."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from kvlease.core.conversation import tenant_digest
+from kvlease.core.errors import InvalidArgument
+from kvlease.core.ids import lease_id_to_hex
+from kvlease.core.records import EngineRole
+from kvlease.router.bodies import Api, encode, error_body, parse_turn
+from kvlease.router.conversations import Conversation, ConversationTable, TurnRecord
+from kvlease.router.headers import bearer_token, engine_headers, request_id_from
+from kvlease.router.ports import LegError
+from kvlease.router.runner import TurnRunner
+from kvlease.router.turn import JSON_HEADERS, RequestHead, TurnServices
+
+MODELS_TIMEOUT_S = 5.0
+ALLOWED_METHODS = "GET, HEAD, POST, OPTIONS"
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class FrontOptions:
+    """What the surface needs to know.
+
+    Attributes:
+        body_bytes_max: longest body of a request.
+        session_headers: headers that may name the conversation, the first one present counts.
+        isolate_tenants: salt the engines' prefix caches with the tenant.
+    """
+
+    body_bytes_max: int
+    session_headers: tuple[str, ...]
+    isolate_tenants: bool
+
+
+class HttpClient:
+    """The `ClientPort` of one request."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the head of a streamed answer."""
+        self.response = web.StreamResponse(status=status, headers=headers)
+        await self.response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        """Sends a part; waits while the client is slow."""
+        if self.response is not None:
+            await self.response.write(data)
+
+    async def end(self) -> None:
+        """Ends a streamed answer."""
+        if self.response is not None:
+            await self.response.write_eof()
+
+    async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Keeps a whole answer for the server to send."""
+        self.response = web.Response(status=status, headers=headers, body=body)
+
+
+class Front:
+    """The HTTP application of a router."""
+
+    def __init__(self, services: TurnServices, runner: TurnRunner, options: FrontOptions) -> None:
+        self._services = services
+        self._runner = runner
+        self._options = options
+
+    def application(self) -> web.Application:
+        """The application, ready for a server that cancels the handlers of clients that left."""
+        app = web.Application(client_max_size=self._options.body_bytes_max, middlewares=[_json_errors])
+        for api in Api:
+            app.router.add_post(api.value, self._turn(api))
+            app.router.add_post(api.value + "/", self._turn(api))
+        for path in ("/v1/models", "/v1/models/"):
+            app.router.add_get(path, self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/kvlease/conversations/{conversation_id}", self._conversation)
+        app.router.add_options("/{path:.*}", _options)
+        return app
+
+    def _turn(self, api: Api) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            request_id = request_id_from(request.headers.get("X-Request-Id"), self._services.random.text_id())
+            raw = await request.read()
+            try:
+                turn = parse_turn(
+                    api,
+                    raw,
+                    _tenant(request),
+                    self._header_id(request),
+                    isolate=self._options.isolate_tenants,
+                )
+            except InvalidArgument as error:
+                return _error(400, str(error), {"X-Request-Id": request_id})
+            # An engine refuses or mixes up two requests under one id, which a client's retry would bring.
+            leg_id = f"{request_id}-{self._services.random.text_id()[:8]}"
+            head = RequestHead(request_id, engine_headers(request.headers.items(), leg_id))
+            client = HttpClient(request)
+            await self._runner.run(turn, head, client)
+            return client.response or _error(500, "the turn ended without an answer")
+
+        return handle
+
+    def _header_id(self, request: web.Request) -> str:
+        named = (request.headers.get(name) for name in self._options.session_headers)
+        return next((value for value in named if value), "")
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        """What a decode engine says of its models (adapters among them), else what the engines registered."""
+        engines = self._services.engines
+        headers = engine_headers(request.headers.items(), self._services.random.text_id())
+        for engine in engines.all(EngineRole.DECODE) or engines.all():
+            url = engine.url + "/v1/models"
+            try:
+                async with self._services.engine_port.call(
+                    "GET", url, headers, None, MODELS_TIMEOUT_S
+                ) as reply:
+                    return web.Response(status=reply.status, headers=JSON_HEADERS, body=await reply.body())
+            except LegError:
+                engines.suspect(engine.holder.engine_id)
+        names = sorted({engine.model for engine in engines.all()})
+        data = [{"id": name, "object": "model", "owned_by": "kvlease"} for name in names]
+        return _json({"object": "list", "data": data})
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        counts = {role.value: len(self._services.engines.all(role)) for role in EngineRole}
+        able = counts[EngineRole.DECODE.value] > 0
+        body = {"status": "ok" if able else "no decode engine is registered", "engines": counts}
+        return _json(body, 200 if able else 503)
+
+    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(headers=headers, body=self._services.metrics.exposition())
+
+    async def _conversation(self, request: web.Request) -> web.StreamResponse:
+        conversation_id = request.match_info["conversation_id"]
+        table = self._services.conversations
+        conversation = table.find(_tenant(request), conversation_id)
+        if conversation is None:
+            return _error(404, "no such conversation")
+        return _json(conversation_json(conversation, table))
+
+
+def conversation_json(conversation: Conversation, table: ConversationTable) -> dict[str, Any]:
+    """What operators, and `kvlease dev --check`, read of a conversation."""
+    lease = conversation.lease
+    return {
+        "conversation_id": conversation.conversation_id,
+        "lease": {
+            "lease_id": lease_id_to_hex(lease.lease_id) if lease else None,
+            "state": table.belief(conversation),
+            "engine_id": lease.holder.engine_id if lease else None,
+        },
+        "turns": [_turn_json(record) for record in conversation.turns],
+    }
+
+
+def _turn_json(record: TurnRecord) -> dict[str, Any]:
+    return {
+        "request_id": record.request_id,
+        "path": record.path.value,
+        "reason": record.reason.value,
+        "ended": record.ended,
+        "lease_id": lease_id_to_hex(record.lease_id) if record.lease_id else None,
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "reused_tokens": record.reused_tokens,
+        "read_tokens": record.read_tokens,
+        "local_tokens": record.local_tokens,
+        "verified_tokens": record.verified_tokens,
+        "outcome": record.outcome,
+        "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1e3, 3),
+        "prefill_engine_id": record.prefill_engine_id or None,
+        "decode_engine_id": record.decode_engine_id or None,
+    }
+
+
+def _tenant(request: web.Request) -> str:
+    return tenant_digest(bearer_token(request.headers.get("Authorization")))
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, headers=JSON_HEADERS, body=encode(body))
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        status=status, headers={**(headers or {}), **JSON_HEADERS}, body=error_body(status, message)
+    )
+
+
+async def _options(_request: web.Request) -> web.StreamResponse:
+    return web.Response(status=204, headers={"Allow": ALLOWED_METHODS})
+
+
+@web.middleware
+async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers in OpenAI's shape whatever the server itself refuses."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        return _error(404, f"{request.method} {request.path} is not served here")
+    except web.HTTPMethodNotAllowed as error:
+        allow = ", ".join(sorted(error.allowed_methods))
+        return _error(405, f"{request.method} is not allowed here", {"Allow": allow})
+    except web.HTTPRequestEntityTooLarge:
+        return _error(413, "the body is too long")
+    except web.HTTPException as error:
+        return _error(error.status, error.reason)

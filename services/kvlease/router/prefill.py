@@ -1,0 +1,167 @@
+"""The prefill leg.
+
+Pins what is to be read, lets a prefill engine compute the prompt, and takes over its KV.
+"""
+
+from dataclasses import replace
+
+from kvlease.core.holding import PinAsk
+from kvlease.core.lease import LeaseKind, MissReason
+from kvlease.core.planning import REASON_OF_MISS, EngineSignal, PlanReason, TurnPath, choose_prefill
+from kvlease.core.records import Engine, Pinned
+from kvlease.core.renewal import Belief
+from kvlease.core.turn import KeepOrder, ReadOrder, TurnParams
+from kvlease.router.bodies import parse_answer, prefill_body, report_of
+from kvlease.router.headers import answer_headers
+from kvlease.router.ports import LegError
+from kvlease.router.sse import ReplyReader
+from kvlease.router.turn import (
+    TRIES_A_LEG,
+    PinnedLease,
+    Refusal,
+    Turn,
+    TurnServices,
+    without_prefill,
+)
+
+PASSING_MISSES = frozenset({MissReason.UNREACHABLE, MissReason.READING_CAP})
+"""Misses that say nothing of the lease itself."""
+
+
+class PrefillLeg:
+    """Runs the prefill leg of turns."""
+
+    def __init__(self, services: TurnServices) -> None:
+        self._services = services
+
+    async def run(self, turn: Turn) -> PinnedLease | Refusal | None:
+        """The KV that waits for the decode engine, or the engine's refusal.
+
+        None when D must do everything.
+        """
+        tried: set[str] = set()
+        for _ in range(TRIES_A_LEG):
+            engine = self._services.engines.get(turn.plan.prefill_engine_id)
+            tried.add(turn.plan.prefill_engine_id)
+            if engine is not None:
+                try:
+                    return await self._try(turn, engine)
+                except LegError:
+                    turn.record.prefill_engine_id = ""
+            chosen = self._another(turn, tried)
+            if chosen is None:
+                break
+            turn.plan = replace(turn.plan, prefill_engine_id=chosen.engine_id)
+        turn.change_plan(without_prefill(turn, PlanReason.PREFILL_FAILED))
+        return None
+
+    def _another(self, turn: Turn, tried: set[str]) -> EngineSignal | None:
+        signals = self._services.engines.signals(turn.request.model)
+        decode = next((e for e in signals if e.engine_id == turn.plan.decode_engine_id), None)
+        return choose_prefill(signals, decode, tried) if decode is not None else None
+
+    async def _try(self, turn: Turn, engine: Engine) -> PinnedLease | Refusal | None:
+        services = self._services
+        pin = await self._pin(turn, engine) if turn.plan.path is TurnPath.READBACK else None
+        transfer = PinnedLease(
+            services.random.lease_id(), services.random.text_id(), engine.holder, engine.sidecar_address
+        )
+        turn.record.prefill_engine_id = engine.holder.engine_id
+        body = prefill_body(turn.request, self._params(turn, pin, transfer))
+        answered = await self._call(turn, engine, pin, body)
+        if answered.status >= 400:
+            return answered
+        return self._take_over(turn, transfer, answered.body)
+
+    async def _pin(self, turn: Turn, engine: Engine) -> PinnedLease | None:
+        """Pins the conversation's lease for one reader. Without a pin the turn recomputes."""
+        services, base = self._services, turn.opened.base
+        holder = services.engines.get(base.holder.engine_id) if base is not None else None
+        if base is None or holder is None:
+            self._recompute(turn, PlanReason.LEASE_LOST)
+            return None
+        pin = PinnedLease(base.lease_id, services.random.text_id(), base.holder, holder.sidecar_address)
+        turn.loose_pins[pin.pin_id] = pin
+        ask = PinAsk(
+            pin.lease_id,
+            pin.pin_id,
+            pin.holder,
+            turn.request.tenant,
+            reservation_s=services.policy.reservation_s,
+        )
+        pending = services.renewals.belief(services.clock.now_s(), base.lease_id) is Belief.PENDING
+        outcome = await services.registry.pin(ask, services.limits.wait_for_offer_s if pending else 0.0)
+        if not isinstance(outcome, Pinned):
+            if outcome is not MissReason.UNREACHABLE:
+                del turn.loose_pins[pin.pin_id]
+            if outcome not in PASSING_MISSES:
+                services.renewals.lose(base.lease_id, outcome)
+            self._recompute(turn, REASON_OF_MISS[outcome])
+            return None
+        if outcome.layout_hash not in ("", engine.layout.layout_hash):
+            self._recompute(turn, PlanReason.LAYOUT_MISMATCH)
+            return None
+        services.renewals.hold_pin(pin.pin_id, pin.holder.engine_id)
+        return replace(pin, holder=outcome.holder)
+
+    def _recompute(self, turn: Turn, reason: PlanReason) -> None:
+        turn.change_plan(replace(turn.plan, path=TurnPath.RECOMPUTE, reason=reason))
+
+    def _params(self, turn: Turn, pin: PinnedLease | None, transfer: PinnedLease) -> TurnParams:
+        read = (
+            ReadOrder(pin.lease_id, pin.pin_id, LeaseKind.CONVERSATION, pin.holder, pin.sidecar_address)
+            if pin is not None
+            else None
+        )
+        keep = KeepOrder(
+            transfer.lease_id,
+            LeaseKind.TRANSFER,
+            self._services.policy.reservation_s,
+            pin_id=transfer.pin_id,
+            conversation_key=turn.opened.conversation.key,
+        )
+        return TurnParams(turn.request.tenant, read=read, keep=keep)
+
+    async def _call(self, turn: Turn, engine: Engine, pin: PinnedLease | None, body: bytes) -> Refusal:
+        """The engine's whole answer, of any status below 500."""
+        services = self._services
+        headers = {**turn.head.engine_headers, **services.engines.headers(engine)}
+        url = engine.url + turn.request.api.value
+        timeout_s = services.limits.prefill_timeout_s
+        if pin is not None:
+            turn.loose_pins.pop(pin.pin_id)
+        try:
+            with services.engines.running(engine.holder.engine_id):
+                async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
+                    answered = Refusal(reply.status, answer_headers(reply.headers), await reply.body())
+        except LegError as failed:
+            services.engines.suspect(engine.holder.engine_id)
+            if pin is not None and not failed.sent:
+                turn.loose_pins[pin.pin_id] = pin
+            raise
+        finally:
+            if pin is not None:
+                services.renewals.drop_pin(pin.pin_id)
+        if pin is not None and answered.status >= 400:
+            turn.loose_pins[pin.pin_id] = pin
+        if answered.status >= 500:
+            raise LegError(f"the prefill engine answered {answered.status}", sent=True)
+        return answered
+
+    def _take_over(self, turn: Turn, transfer: PinnedLease, raw: bytes) -> PinnedLease | None:
+        services = self._services
+        answer = parse_answer(raw)
+        reader = ReplyReader(choices=1)
+        if answer is not None:
+            reader.read(answer)
+        if answer is None or reader.failed:
+            raise LegError("the prefill engine's answer is no answer", sent=True)
+        report = report_of(answer)
+        if report is not None:
+            turn.note_report(report)
+        if report is None or report.kept_tokens == 0:
+            turn.change_plan(without_prefill(turn, PlanReason.PREFILL_FAILED))
+            return None
+        turn.loose_pins[transfer.pin_id] = transfer
+        services.renewals.hold_pin(transfer.pin_id, transfer.holder.engine_id)
+        return transfer

@@ -1,0 +1,80 @@
+"""The RoutingService: what the router knows of a conversation, for operators and other fronts."""
+
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from kvlease.core.clock import Clock
+from kvlease.core.planning import TurnPath
+from kvlease.core.renewal import RenewalTable
+from kvlease.router.conversations import ConversationTable, TurnRecord
+from kvlease.router.ports import RegistryPort
+from kvlease.v1 import routing_pb2, routing_pb2_grpc
+from kvlease.wire.values import duration_from_wire, duration_to_wire
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_PATHS = {
+    TurnPath.APPEND: routing_pb2.TURN_PATH_APPEND,
+    TurnPath.READBACK: routing_pb2.TURN_PATH_READBACK,
+    TurnPath.RECOMPUTE: routing_pb2.TURN_PATH_RECOMPUTE,
+}
+
+
+class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
+    """Converts, calls, converts."""
+
+    def __init__(
+        self, conversations: ConversationTable, renewals: RenewalTable, registry: RegistryPort, clock: Clock
+    ) -> None:
+        self._conversations = conversations
+        self._renewals = renewals
+        self._registry = registry
+        self._clock = clock
+
+    async def GetConversation(
+        self, request: routing_pb2.GetConversationRequest, context: Context
+    ) -> routing_pb2.GetConversationResponse:
+        """The latest turns; none of a conversation that is not known."""
+        found = self._conversations.find(request.tenant, request.conversation_id)
+        turns = [_turn_to_wire(record) for record in found.turns] if found is not None else []
+        return routing_pb2.GetConversationResponse(turns=turns)
+
+    async def RenewConversation(
+        self, request: routing_pb2.RenewConversationRequest, context: Context
+    ) -> routing_pb2.RenewConversationResponse:
+        """Keeps the conversation's lease alive for a while."""
+        found = self._conversations.find(request.tenant, request.conversation_id)
+        duration_s = duration_from_wire(request.duration)
+        live = (
+            found is not None
+            and found.lease is not None
+            and self._renewals.keep_live(self._clock.now_s(), found.lease.lease_id, duration_s)
+        )
+        return routing_pb2.RenewConversationResponse(live=live)
+
+    async def ReleaseConversation(
+        self, request: routing_pb2.ReleaseConversationRequest, context: Context
+    ) -> routing_pb2.ReleaseConversationResponse:
+        """Releases the conversation's lease at its holder."""
+        found = self._conversations.find(request.tenant, request.conversation_id)
+        lease = self._conversations.release(found) if found is not None else None
+        if lease is None:
+            return routing_pb2.ReleaseConversationResponse(released=False)
+        miss = await self._registry.release(lease.lease_id, lease.holder.engine_id, request.tenant)
+        return routing_pb2.ReleaseConversationResponse(released=miss is None)
+
+
+def _turn_to_wire(record: TurnRecord) -> routing_pb2.TurnRecord:
+    message = routing_pb2.TurnRecord(
+        path=_PATHS[record.path],
+        reason=record.reason.value,
+        lease_id=record.lease_id,
+        prompt_tokens=record.prompt_tokens,
+        reused_tokens=record.reused_tokens,
+        prefill_engine_id=record.prefill_engine_id,
+        decode_engine_id=record.decode_engine_id,
+    )
+    if record.ttft_s is not None:
+        message.ttft.CopyFrom(duration_to_wire(record.ttft_s))
+    return message

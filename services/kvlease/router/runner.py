@@ -1,0 +1,99 @@
+"""Runs turns: plans, prefills elsewhere when the plan says so, and passes the decode engine's answer on."""
+
+import asyncio
+import logging
+
+from kvlease.core.planning import TurnSignals, plan
+from kvlease.router.bodies import TurnRequest
+from kvlease.router.conversations import OpenTurn, TurnRecord
+from kvlease.router.decode import DecodeLeg
+from kvlease.router.ports import ClientPort
+from kvlease.router.prefill import PrefillLeg
+from kvlease.router.turn import (
+    PinnedLease,
+    Refusal,
+    RequestHead,
+    Turn,
+    TurnServices,
+    broken,
+    refused,
+    unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+
+class TurnRunner:
+    """Runs turns; one instance for all of them."""
+
+    def __init__(self, services: TurnServices) -> None:
+        self._services = services
+        self._prefill = PrefillLeg(services)
+        self._decode = DecodeLeg(services)
+
+    async def run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
+        """Answers the client, whatever happens. Cancelling it aborts both legs."""
+        services = self._services
+        opened = services.conversations.open(request)
+        turn = self._plan(request, head, client, opened)
+        try:
+            if turn is None:
+                await unavailable(client, head, "no engine that decodes is registered")
+                return
+            opened.conversation.turns.append(turn.record)
+            async with asyncio.timeout(services.limits.turn_timeout_s):
+                await self._run_legs(turn)
+        except TimeoutError:
+            if turn is not None:
+                await broken(turn, 504, "the turn took too long")
+        finally:
+            services.conversations.close(opened)
+            if turn is not None:
+                self._close(turn)
+
+    def _plan(
+        self, request: TurnRequest, head: RequestHead, client: ClientPort, opened: OpenTurn
+    ) -> Turn | None:
+        services = self._services
+        signals = TurnSignals(
+            lease=services.conversations.lease_signal(opened),
+            engines=services.engines.signals(request.model),
+            limits=services.limits.plan,
+            preferred_engine_id=opened.conversation.decode_engine_id,
+            batch=request.transcript is None,
+        )
+        planned = plan(signals)
+        if planned is None:
+            return None
+        record = TurnRecord(head.request_id, planned.path, planned.reason)
+        return Turn(request, head, client, opened, planned, record, services.clock.now_s())
+
+    async def _run_legs(self, turn: Turn) -> None:
+        handover: PinnedLease | None = None
+        if turn.plan.prefill_engine_id:
+            outcome = await self._prefill.run(turn)
+            if isinstance(outcome, Refusal):
+                await refused(turn, outcome)
+                return
+            handover = outcome
+        await self._decode.run(turn, handover)
+
+    def _close(self, turn: Turn) -> None:
+        services, record = self._services, turn.record
+        for pin in turn.loose_pins.values():
+            services.renewals.drop_pin(pin.pin_id)
+            services.unpin(pin)
+        record.ended = record.ended or "aborted"
+        services.metrics.observe(record)
+        log.info(
+            "turn",
+            extra={
+                "request_id": record.request_id,
+                "path": record.path.value,
+                "reason": record.reason.value,
+                "ended": record.ended,
+                "prompt_tokens": record.prompt_tokens,
+                "reused_tokens": record.reused_tokens,
+                "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1e3, 1),
+            },
+        )

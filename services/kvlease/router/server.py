@@ -1,0 +1,142 @@
+"""A router with everything that runs in it, started and stopped as a whole."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+
+from kvlease.core.clock import Clock
+from kvlease.core.errors import InvalidArgument
+from kvlease.core.renewal import RenewalTable
+from kvlease.router.background import Background
+from kvlease.router.config import RouterConfig
+from kvlease.router.conversations import ConversationTable
+from kvlease.router.engine_client import HttpEngines
+from kvlease.router.engines import EngineTable
+from kvlease.router.heartbeat import Heartbeat
+from kvlease.router.http import Front, FrontOptions
+from kvlease.router.metrics import TurnMetrics
+from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
+from kvlease.router.randomness import SystemRandom
+from kvlease.router.routing_service import RoutingServicer
+from kvlease.router.runner import TurnRunner
+from kvlease.router.turn import TurnServices
+from kvlease.router.watch import follow
+from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.v1 import routing_pb2, routing_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+class RouterServer:
+    """One router.
+
+    After `start`, `url` is the base of the OpenAI API and `grpc_address` the RoutingService's.
+    """
+
+    def __init__(
+        self, config: RouterConfig, clock: Clock, registry: RegistryPort, random: RandomPort | None = None
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._registry = registry
+        self._random = random or SystemRandom()
+        self._exit = AsyncExitStack()
+        self.url = ""
+        self.grpc_address = ""
+
+    async def start(self) -> None:
+        """Serves once this returns; engines become known as the registry's watch tells them.
+
+        Raises:
+            InvalidArgument: an address cannot be bound.
+        """
+        try:
+            engine_port = await self._exit.enter_async_context(HttpEngines())
+            services = self._services(engine_port)
+            self._exit.push_async_callback(services.background.close)
+            self._start_tasks(services)
+            await self._start_grpc(services)
+            await self._start_http(services)
+        except BaseException:
+            await self.stop()
+            raise
+        log.info("router serves", extra={"url": self.url, "grpc": self.grpc_address})
+
+    async def stop(self) -> None:
+        """Refuses requests, lets turns in flight end within the grace, then stops everything. Idempotent."""
+        await self._exit.aclose()
+
+    def _services(self, engine_port: EnginePort) -> TurnServices:
+        config = self._config
+        policy = config.renewal_policy()
+        renewals = RenewalTable(policy)
+        engines = EngineTable(self._clock, config.suspect_s)
+        return TurnServices(
+            clock=self._clock,
+            engines=engines,
+            conversations=ConversationTable(
+                self._clock, renewals, engines, self._random, config.conversations_max
+            ),
+            renewals=renewals,
+            heartbeat=Heartbeat(renewals, self._registry, self._clock, policy.interval_s),
+            registry=self._registry,
+            engine_port=engine_port,
+            random=self._random,
+            background=Background(),
+            metrics=TurnMetrics(),
+            policy=policy,
+            limits=config.turn_limits(),
+        )
+
+    def _start_tasks(self, services: TurnServices) -> None:
+        """The tasks that never end by themselves; one that fails is a bug, and says so in the log."""
+        tasks = [
+            asyncio.create_task(services.heartbeat.run()),
+            asyncio.create_task(follow("engines", self._registry.watch_engines, services.engines.apply)),
+            asyncio.create_task(follow("leases", self._registry.watch_leases, services.conversations.apply)),
+        ]
+        for task in tasks:
+            task.add_done_callback(_log_failure)
+
+        async def stop_tasks() -> None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._exit.push_async_callback(stop_tasks)
+
+    async def _start_grpc(self, services: TurnServices) -> None:
+        name = routing_pb2.DESCRIPTOR.services_by_name["RoutingService"].full_name
+        server = GrpcServer(self._config.grpc_listen, [name])
+        servicer = RoutingServicer(services.conversations, services.renewals, self._registry, self._clock)
+        routing_pb2_grpc.add_RoutingServiceServicer_to_server(servicer, server.server)
+        server.bind()
+        self._exit.push_async_callback(server.stop, self._config.stop_grace_s)
+        await server.start()
+        self.grpc_address = server.address
+
+    async def _start_http(self, services: TurnServices) -> None:
+        config = self._config
+        headers = tuple(name.strip() for name in config.session_headers.split(",") if name.strip())
+        options = FrontOptions(config.body_bytes_max, headers, config.isolate_tenants)
+        app = Front(services, TurnRunner(services), options).application()
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=config.stop_grace_s
+        )
+        await runner.setup()
+        self._exit.push_async_callback(runner.cleanup)
+        host, _, port = config.listen.rpartition(":")
+        site = web.TCPSite(runner, host, int(port))
+        try:
+            await site.start()
+        except OSError as error:
+            raise InvalidArgument(f"cannot listen on {config.listen}: {error}") from error
+        bound_host, bound_port = runner.addresses[0][:2]
+        self.url = f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a task of the router ended", exc_info=task.exception())

@@ -1,0 +1,169 @@
+"""One turn while it runs: its state, what its legs need, and how it ends badly.
+
+A pin belongs to the reader that was told about it: only a pin that no engine ever learnt of, or whose engine
+has answered in full, is ended by the router. Any other one is the reader's to end, or ends with its
+reservation, since its READ may still be running.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvlease.core.clock import Clock
+from kvlease.core.ids import Holder, lease_id_to_hex
+from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, TurnPath
+from kvlease.core.renewal import RenewalPolicy, RenewalTable
+from kvlease.core.turn import TurnReport
+from kvlease.router.background import Background
+from kvlease.router.bodies import TurnRequest, error_body
+from kvlease.router.conversations import ConversationTable, OpenTurn, TurnRecord
+from kvlease.router.engines import EngineTable
+from kvlease.router.heartbeat import Heartbeat
+from kvlease.router.metrics import TurnMetrics
+from kvlease.router.ports import ClientPort, EnginePort, RandomPort, RegistryPort
+
+TRIES_A_LEG = 2
+JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """Bounds of one turn.
+
+    Attributes:
+        turn_timeout_s: of everything, the streamed answer included.
+        prefill_timeout_s: of one try of the prefill leg.
+        wait_for_offer_s: how long the holder may wait for the lease of a turn that has just ended.
+    """
+
+    plan: PlanLimits = DEFAULT_LIMITS
+    turn_timeout_s: float = 1800.0
+    prefill_timeout_s: float = 120.0
+    wait_for_offer_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What came beside the body: headers for the engines, and the id that ties logs together."""
+
+    request_id: str
+    engine_headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedLease:
+    """A lease under a pin that a leg is to read.
+
+    Attributes:
+        sidecar_address: host:port of the holder's sidecar.
+    """
+
+    lease_id: int
+    pin_id: str
+    holder: Holder
+    sidecar_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An engine's own answer to a request that it refused."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn is made of while it runs.
+
+    Attributes:
+        loose_pins: pins that no engine has to end.
+        answered: the client got the head of an answer.
+    """
+
+    request: TurnRequest
+    head: RequestHead
+    client: ClientPort
+    opened: OpenTurn
+    plan: Plan
+    record: TurnRecord
+    started_s: float
+    loose_pins: dict[str, PinnedLease] = field(default_factory=dict[str, PinnedLease])
+    answered: bool = False
+
+    def change_plan(self, changed: Plan) -> None:
+        """Takes another path than planned at first."""
+        self.plan = changed
+        self.record.path, self.record.reason = changed.path, changed.reason
+
+    def note_report(self, report: TurnReport) -> None:
+        """Takes what the prefill engine's connector did."""
+        self.record.prompt_tokens = report.prompt_tokens
+        self.record.read_tokens = report.read_tokens
+        self.record.local_tokens = report.local_tokens
+        self.record.verified_tokens = report.verified_tokens
+        self.record.outcome = report.outcome
+        self.record.reused_tokens = report.read_tokens + report.local_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TurnServices:
+    """Everything a leg needs."""
+
+    clock: Clock
+    engines: EngineTable
+    conversations: ConversationTable
+    renewals: RenewalTable
+    heartbeat: Heartbeat
+    registry: RegistryPort
+    engine_port: EnginePort
+    random: RandomPort
+    background: Background
+    metrics: TurnMetrics
+    policy: RenewalPolicy
+    limits: TurnLimits
+
+    def unpin(self, pin: PinnedLease) -> None:
+        """Ends a pin in the background."""
+        self.background.run(self.registry.unpin(pin.holder, pin.lease_id, pin.pin_id))
+
+
+def without_prefill(turn: Turn, reason: PlanReason) -> Plan:
+    """The plan in which the decode engine does everything."""
+    return replace(turn.plan, path=TurnPath.RECOMPUTE, reason=reason, prefill_engine_id="")
+
+
+def route_headers(turn: Turn) -> dict[str, str]:
+    """What the router tells the client about the turn."""
+    headers = {
+        "X-Kvlease-Route": f"{turn.plan.path.value}; {turn.plan.reason.value}",
+        "X-Request-Id": turn.head.request_id,
+    }
+    if turn.record.lease_id:
+        headers["X-Kvlease-Lease"] = lease_id_to_hex(turn.record.lease_id)
+    if turn.opened.conversation.conversation_id:
+        headers["X-Conversation-Id"] = turn.opened.conversation.conversation_id
+    return headers
+
+
+async def unavailable(client: ClientPort, head: RequestHead, message: str) -> None:
+    """Tells the client that nobody can serve the turn for the moment."""
+    headers = {**JSON_HEADERS, "Retry-After": "1", "X-Request-Id": head.request_id}
+    await client.answer(503, headers, error_body(503, message))
+
+
+async def refused(turn: Turn, refusal: Refusal) -> None:
+    """Passes on what an engine says of a request that it does not serve."""
+    turn.record.ended = "badly"
+    await turn.client.answer(refusal.status, {**refusal.headers, **route_headers(turn)}, refusal.body)
+
+
+async def broken(turn: Turn, status: int, message: str) -> None:
+    """Ends a turn that failed: with an error answer, or with an error event when the answer has begun."""
+    turn.record.ended = turn.record.ended or "badly"
+    body = error_body(status, message)
+    if turn.answered:
+        await turn.client.write(b"data: " + body + b"\n\n")
+        await turn.client.end()
+    else:
+        await turn.client.answer(status, {**JSON_HEADERS, **route_headers(turn)}, body)

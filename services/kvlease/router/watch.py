@@ -1,0 +1,32 @@
+"""Keeps a table in step with one of the registry's watches."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+from kvlease.core.errors import KvleaseError
+from kvlease.core.records import Engine, LeaseRecord
+from kvlease.store.port import Batch
+
+RECONNECT_S = 0.5
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item", Engine, LeaseRecord)
+
+
+async def follow(
+    name: str,
+    watch: Callable[[], AbstractAsyncContextManager[AsyncIterator[Batch[Item]]]],
+    apply: Callable[[Batch[Item]], None],
+) -> None:
+    """Applies every batch until cancelled; while the registry is away, what is known stays."""
+    while True:
+        try:
+            async with watch() as batches:
+                async for batch in batches:
+                    apply(batch)
+        except KvleaseError as error:
+            log.warning("watch broke", extra={"watch": name, "error": type(error).__name__})
+        await asyncio.sleep(RECONNECT_S)
