@@ -99,6 +99,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(PaintConfig, "paint", parse("--config", str(tmp_path / "absent.toml")), {})
 
 
+def test_a_flag_without_a_value_is_true() -> None:
+    assert load_config(PaintConfig, "paint", parse("--dry"), {}).dry
+    assert not load_config(PaintConfig, "paint", parse("--dry", "no"), {}).dry
+
+
 def test_secrets_are_not_shown() -> None:
     shown = describe_config(PaintConfig(key="sesame"))
     assert shown["key"] == "<redacted>"

@@ -1,7 +1,7 @@
 """Heartbeats: what each router's session keeps alive, and one call per engine for all of them.
 
-Only a message renews: a session that falls silent renews nothing. While a call to an engine's sidecar is under
-way, or within `spacing_s` of the last one, what comes for the engine waits and goes as one.
+Only a message renews: a session that falls silent renews nothing. While a call to an engine is under way, or
+within `spacing_s` of the last one, what comes for the engine waits and goes as one.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class RenewalSession:
 
 
 RenewEngine = Callable[[str, list[int], float, list[str], float], Awaitable[dict[int, MissReason]]]
-"""Renews at one engine: engine id, lease ids, their duration in seconds, pin ids, their reservation in seconds."""
+"""Renews at one engine: its id, lease ids, their duration in seconds, pin ids, their reservation."""
 
 
 @dataclass(slots=True)

@@ -63,6 +63,8 @@ def add_config_arguments(parser: ArgumentParser, config: type[ProcessConfig]) ->
             dest=f"setting_{field.name}",
             default=None,
             metavar="VALUE",
+            nargs="?" if field.type in (bool, "bool") else None,
+            const="true" if field.type in (bool, "bool") else None,
             help=f"{field.metadata['meaning']} (default: {_shown(field.default)})".replace("%", "%%"),
         )
 

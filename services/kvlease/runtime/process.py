@@ -56,7 +56,10 @@ def run_service(
         sys.stderr.write(f"kvlease {process}: {error}\n")
         return 2
     configure_logging(config.log_level, config.log_format)
-    _log.info("configuration", extra={"process": process, "version": __version__, **describe_config(config)})
+    _log.info(
+        "configuration",
+        extra={"service": process, "version": __version__, "settings": describe_config(config)},
+    )
     try:
         import uvloop
 

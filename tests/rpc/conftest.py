@@ -1,0 +1,131 @@
+"""One registry and two sidecars on loopback, over one memory store; connectors use unix sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from kvlease.core.attachment import EngineFacts
+from kvlease.core.digests import ChainRoot, chain
+from kvlease.core.holding import Grant, PinAsk
+from kvlease.core.ids import Holder
+from kvlease.core.lease import LeaseKind
+from kvlease.core.records import EngineRole, KvLayout, KvLocation
+from kvlease.registry.config import RegistryConfig
+from kvlease.registry.server import RegistryServer
+from kvlease.runtime.clock import LoopClock
+from kvlease.sidecar.config import SidecarConfig
+from kvlease.sidecar.server import SidecarServer
+from kvlease.store.memory import MemoryStore
+from kvlease.testing.clock import ManualClock
+from kvlease.testing.connector import FakeConnector
+from kvlease.testing.store import BreakableStore
+from kvlease.v1 import registry_pb2_grpc, sidecar_pb2_grpc
+
+BLOCK_SIZE = 32
+TENANT = "tenant-digest"
+
+
+def make_facts(engine_id: str = "decode-1", boot_id: str = "boot-1") -> EngineFacts:
+    return EngineFacts(
+        holder=Holder(engine_id, boot_id, 1),
+        model="tiny",
+        layout=KvLayout(BLOCK_SIZE, "float32", 1, 1, 4096, "layout"),
+        location=KvLocation("127.0.0.1", 5600, extra={"opaque": "verbatim"}),
+        vllm_version="0.32.0",
+        total_blocks=90,
+    )
+
+
+def make_grant(
+    lease_id: int, *, supersedes: int = 0, conversation: bytes = b"c", tenant: str = TENANT
+) -> Grant:
+    digests = chain(ChainRoot(tenant, "tiny"), list(range(2 * BLOCK_SIZE)), BLOCK_SIZE).digests
+    return Grant(
+        lease_id=lease_id,
+        kind=LeaseKind.CONVERSATION,
+        block_ids=(3, 5),
+        digests=digests,
+        tokens=2 * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        tenant=tenant,
+        conversation_key=conversation,
+        chain_keys=(1, 2),
+        supersedes=supersedes,
+        model="tiny",
+    )
+
+
+def make_ask(lease_id: int, pin_id: str = "pin-1", engine_id: str = "decode-1", **parts: float) -> PinAsk:
+    return PinAsk(
+        lease_id, pin_id, Holder(engine_id, "boot-1", 1), TENANT, **(parts or {"read_part_s": 10.0})
+    )
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Waits until a condition of another task holds; the test's timeout bounds it."""
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Fleet:
+    """What a test talks to. `clock` is the connectors'; services count with the loop's."""
+
+    tmp_path: Path
+    stack: AsyncExitStack
+    store: BreakableStore = field(default_factory=lambda: BreakableStore(MemoryStore()))
+    clock: ManualClock = field(default_factory=ManualClock)
+    sidecars: list[SidecarServer] = field(default_factory=list)
+    registry_server: RegistryServer | None = None
+
+    async def start(self) -> None:
+        config = RegistryConfig(listen="127.0.0.1:0", stop_grace_s=0.0, renewal_spacing_s=0.0)
+        self.registry_server = RegistryServer(config, self.store, LoopClock())
+        await self.registry_server.start()
+        self.stack.push_async_callback(self.registry_server.stop)
+
+    async def sidecar(self, role: EngineRole = EngineRole.DECODE) -> SidecarServer:
+        config = SidecarConfig(
+            listen="127.0.0.1:0",
+            allow_loopback=True,
+            socket_dir=str(self.tmp_path / f"s{len(self.sidecars)}"),
+            role=role,
+            stop_grace_s=0.0,
+            pin_call_s=0.5,
+            peer_call_s=2.0,
+        )
+        server = SidecarServer(config, self.store, LoopClock())
+        await server.start()
+        self.sidecars.append(server)
+        self.stack.push_async_callback(server.stop)
+        return server
+
+    async def connector(self, sidecar: SidecarServer, facts: EngineFacts | None = None) -> FakeConnector:
+        connector = FakeConnector(facts or make_facts(), self.clock)
+        await connector.attach(sidecar.socket_path)
+        self.stack.push_async_callback(connector.detach)
+        return connector
+
+    async def channel(self, address: str) -> grpc.aio.Channel:
+        return await self.stack.enter_async_context(grpc.aio.insecure_channel(address))
+
+    async def registry(self) -> registry_pb2_grpc.RegistryServiceStub:
+        assert self.registry_server is not None
+        return registry_pb2_grpc.RegistryServiceStub(await self.channel(self.registry_server.address))
+
+    async def peer(self, sidecar: SidecarServer) -> sidecar_pb2_grpc.SidecarServiceStub:
+        return sidecar_pb2_grpc.SidecarServiceStub(await self.channel(sidecar.address))
+
+
+@pytest.fixture
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("f"), stack)
+        await fleet.start()
+        yield fleet
