@@ -19,9 +19,11 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second process on the same port must fail, not share it
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    # Clients commonly ping every 10 s, also without calls; the default policy would drop them after two
-    # pings. ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_recv_ping_interval_without_data_ms",
-    # 5_000), ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000),
+    # Clients commonly ping every 10 s, also without calls; the default policy drops them after two pings.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 
 
