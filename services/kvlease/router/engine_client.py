@@ -1,5 +1,6 @@
 """HTTP to engines over aiohttp."""
 
+import io
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -74,10 +75,11 @@ class HttpEngines:
         """Sends a request. Entering raises `LegError`; leaving early closes the connection."""
         if self._session is None:
             raise LegError("the client is closed", sent=False)
+        data = None if body is None else io.BytesIO(body)  # written in pieces: a body has up to 32 MB
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             response = await self._session.request(
-                method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False
+                method, url, headers=headers, data=data, timeout=timeout, allow_redirects=False
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
             raise LegError(f"no connection: {type(error).__name__}", sent=False) from error

@@ -86,7 +86,6 @@ class Front:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/kvlease/conversations/{conversation_id}", self._conversation)
-        app.router.add_options("/{path:.*}", _options)
         return app
 
     def _turn(self, api: Api) -> Handler:
@@ -200,13 +199,11 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
     )
 
 
-async def _options(_request: web.Request) -> web.StreamResponse:
-    return web.Response(status=204, headers={"Allow": ALLOWED_METHODS})
-
-
 @web.middleware
 async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answers in OpenAI's shape whatever the server itself refuses."""
+    if request.method == "OPTIONS":
+        return web.Response(status=204, headers={"Allow": ALLOWED_METHODS})
     try:
         return await handler(request)
     except web.HTTPNotFound:

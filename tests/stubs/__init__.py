@@ -1,0 +1,1 @@
+"""Stand-ins for the processes around the one under test."""
