@@ -1,5 +1,6 @@
 """`kvlease`: the one command. Each subcommand's module is imported when it is asked for."""
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked_for_help = given[:1] in (["--help"], ["-h"])
         print(_usage(), file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 2
+    # gRPC's fork handlers are for processes that go on after a fork; ours only start others, and they warn.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     name, (module_name, meaning) = given[0], COMMANDS[given[0]]
     module = import_module(module_name)
     parser = ArgumentParser(prog=f"kvlease {name}", description=meaning)

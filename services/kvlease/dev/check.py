@@ -1,8 +1,8 @@
-"""Three turns through the router, one of each path, and one with an edited history; each compared with a cold run.
+"""Three turns through the router, one of each path, and one with an edited history, all compared with cold runs.
 
-A turn is right when it took the path that the planner should take by default, when at least the tokens that the
-conversation truly shares were reused, when KV moved exactly where it should, and when tokens and logprobs equal those
-of the same prompt computed from nothing.
+A turn is right when it took the path that the planner should take by default, when at least the tokens that
+the conversation truly shares were reused, when KV moved exactly where it should, and when tokens and logprobs
+equal those of the same prompt computed from nothing.
 """
 
 import itertools
@@ -17,23 +17,26 @@ from kvlease.dev.completion import Completion, bytes_read, complete, tokenize
 
 MAX_TOKENS = 24
 SYSTEM = (
-    "You are the steward of a small observatory. You answer in short sentences, you never guess a measurement, and "
-    "you name the instrument that each number comes from. When a tool returns a log, you read it to its end before "
-    "you answer, since the last lines correct the first ones more often than not."
+    "You are the steward of a small observatory. You answer in short sentences, you never guess a "
+    "measurement, and you name the instrument that each number comes from. When a tool returns a log, you "
+    "read it to its end before you answer, since the last lines correct the first ones more often than not."
 )
 FIRST = (
-    "Last night the north dome reported three readings that do not agree with each other. Before we look at the logs, "
-    "tell me which instruments stand in that dome, which of them were calibrated this month, and what you would check "
-    "first if the temperature of the mirror had drifted by more than half a degree between two exposures."
+    "Last night the north dome reported three readings that do not agree with each other. Before we look at "
+    "the logs, tell me which instruments stand in that dome, which of them were calibrated this month, and "
+    "what you would check first if the temperature of the mirror had drifted by more than half a degree."
 )
 EDITED = FIRST.replace("north dome", "south dome").replace("three readings", "five readings")
 SECOND = "Thank you. Which of these would you check first?"
 THIRD = "Here is the log of the dome. What does its last line correct?\n" + "\n".join(
-    f"{hour:02d}:{minute:02d} mirror {17.2 + 0.013 * hour:.3f} C, humidity {41 + hour % 5} %, wind {3 + minute % 7} m/s"
+    f"{hour:02d}:{minute:02d} mirror {17.2 + 0.013 * hour:.3f} C, humidity {41 + hour % 5} %, "
+    f"wind {3 + minute % 7} m/s"
     for hour, minute in itertools.product(range(8), (0, 20, 40))
 )
 
+
 Progress = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
@@ -58,6 +61,7 @@ class TurnRow:
     equals_cold: bool
     problem: str = ""
 
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """All turns; `ok` when none has a problem."""
@@ -73,6 +77,7 @@ class CheckResult:
         """The document of `--output json`."""
         return {"ok": self.ok, "turns": [asdict(turn) for turn in self.turns]}
 
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where the check sends its turns: base URLs of router and engines."""
@@ -82,6 +87,7 @@ class Target:
     cold_url: str
     model: str
     block_size: int
+
 
 @dataclass(slots=True)
 class ConversationCheck:
@@ -104,7 +110,7 @@ class ConversationCheck:
         prompt = await tokenize(self.session, self.target.cold_url, self.target.model, messages)
         expected = self._shared_tokens(prompt)
         cold, _ = await complete(
-            self.session, self.target.cold_url, {**body, "stream": False, "cache_salt": uuid.uuid4().hex}
+            self.session, self.target.cold_url, {**body, "cache_salt": uuid.uuid4().hex}
         )
         self.kept = prompt + reply.token_ids
         row = TurnRow(
@@ -135,7 +141,7 @@ class ConversationCheck:
         }
 
     def _shared_tokens(self, prompt: list[int]) -> int:
-        """Tokens of the last turn that this prompt begins with, in whole blocks that leave one token to compute."""
+        """Tokens of the last turn that this prompt begins with: whole blocks that leave a token to compute."""
         pairs = zip(self.kept[:-1], prompt[:-1], strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         return shared // self.target.block_size * self.target.block_size
@@ -147,11 +153,12 @@ class ConversationCheck:
             conversation = await response.json()
         return conversation["turns"][-1], conversation["lease"]["state"]
 
+
 async def run_check(target: Target, conversation_id: str, progress: Progress, *, edited: bool) -> CheckResult:
     """Holds the conversation; `edited` adds a turn whose first user message was changed.
 
     Raises:
-        RequestFailed: a turn was answered with an error.
+        RequestFailedError: a turn was answered with an error.
     """
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -166,12 +173,15 @@ async def run_check(target: Target, conversation_id: str, progress: Progress, *,
             messages.append({"role": "assistant", "content": reply.text})
             rows.append(row)
         if edited:
-            progress("the same conversation with its first message edited: only the true prefix may be reused")
+            progress(
+                "the same conversation with its first message edited: only the true prefix may be reused"
+            )
             history = [dict(message) for message in messages]
             history[1]["content"] = EDITED
             _, row = await check.turn([*history, {"role": "user", "content": SECOND}], "readback")
             rows.append(row)
     return CheckResult(rows)
+
 
 def _judged(row: TurnRow, want: str) -> TurnRow:
     """The row with what is wrong with it."""
@@ -186,5 +196,3 @@ def _judged(row: TurnRow, want: str) -> TurnRow:
         problems.append(f"{row.read_bytes} bytes were READ on path {row.path}")
     values = asdict(row) | {"problem": "; ".join(problems)}
     return TurnRow(**values)
-
-Check = Callable[[Target], Awaitable[CheckResult]]

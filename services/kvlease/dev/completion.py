@@ -12,7 +12,7 @@ LOGPROB_TOLERANCE = 1e-3
 """Largest difference of a token's logprob between a reused and a cold run, in float32."""
 
 
-class RequestFailed(RuntimeError):
+class RequestFailedError(RuntimeError):
     """A request was answered with an error; the message holds the status and the start of the body."""
 
 
@@ -57,12 +57,15 @@ class Completion:
 
 
 async def complete(
-    session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    session: aiohttp.ClientSession,
+    base_url: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[Completion, Mapping[str, str]]:
     """Sends a chat completion and collects the reply, streamed or not, with the response headers.
 
     Raises:
-        RequestFailed: the status is not 200, or the stream ended with an error.
+        RequestFailedError: the status is not 200, or the stream ended with an error.
         TimeoutError: nothing came for the session's timeout.
     """
     completion = Completion()
@@ -70,7 +73,7 @@ async def complete(
     async with session.post(url, json=dict(body), headers=headers) as response:
         if response.status != 200:
             text = (await response.text())[:500]
-            raise RequestFailed(f"{url} answered {response.status}: {text}")
+            raise RequestFailedError(f"{url} answered {response.status}: {text}")
         if body.get("stream"):
             async for chunk in _events(response):
                 completion.add(chunk)
@@ -88,9 +91,9 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             return
         event = json.loads(data)
         if "error" in event:
-            raise RequestFailed(f"the stream ended with {event['error']}")
+            raise RequestFailedError(f"the stream ended with {event['error']}")
         yield event
-    raise RequestFailed("the stream ended without [DONE]")
+    raise RequestFailedError("the stream ended without [DONE]")
 
 
 async def tokenize(
@@ -100,7 +103,7 @@ async def tokenize(
     body = {"model": model, "messages": messages, "add_generation_prompt": True}
     async with session.post(f"{engine_url}/tokenize", json=body) as response:
         if response.status != 200:
-            raise RequestFailed(f"{engine_url}/tokenize answered {response.status}")
+            raise RequestFailedError(f"{engine_url}/tokenize answered {response.status}")
         tokens: list[int] = (await response.json())["tokens"]
         return tokens
 

@@ -11,7 +11,9 @@ def turn_table(turns: Sequence[TurnRow]) -> str:
     """One line per turn under a heading, in columns; what is wrong with a turn stands below the table."""
     rows = [_HEADINGS, *(_cells(number, turn) for number, turn in enumerate(turns, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     lines.insert(1, "  ".join("─" * width for width in widths))
     wrong = [f"turn {number}: {turn.problem}" for number, turn in enumerate(turns, start=1) if turn.problem]
     return "\n".join([*lines, *wrong])

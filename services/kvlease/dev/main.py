@@ -1,0 +1,206 @@
+"""`kvlease dev`: the whole system on this machine, and a conversation of three turns through it."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import aiohttp
+import uvloop
+
+from kvlease.core.records import EngineRole
+from kvlease.dev.check import CheckResult, Target, run_check
+from kvlease.dev.completion import RequestFailedError
+from kvlease.dev.engine_env import EngineEnvironmentError, ensure_engine_environment
+from kvlease.dev.engine_process import BLOCK_TOKENS, EngineProcess, EngineProcessError, EngineSpec
+from kvlease.dev.engine_process import EngineRole as ProcessRole
+from kvlease.dev.report import turn_table
+from kvlease.dev.stack import Engine, EngineSeat, MakeEngine, Stack, StackError, StackPlan
+from kvlease.dev.tiny_model import ensure_tiny_model
+from kvlease.runtime.logging import LogFormat, configure_logging
+
+DEFAULT_PORT = 8000
+SERVED_MODEL = "tiny-qwen3"
+EXTRA_ARGUMENTS = ("--enable-prompt-tokens-details",)
+
+Progress = Callable[[str], None]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the flags of `kvlease dev`."""
+    parser.add_argument(
+        "--engine", choices=("vllm", "sim"), default="vllm", help="real vLLM, or the simulated engine"
+    )
+    parser.add_argument(
+        "--prefill", type=_engines, default=1, metavar="N", help="prefill engines (default: 1)"
+    )
+    parser.add_argument("--decode", type=_engines, default=1, metavar="M", help="decode engines (default: 1)")
+    parser.add_argument("--model", type=Path, help="model directory (default: a tiny one that is generated)")
+    parser.add_argument(
+        "--port",
+        type=_port,
+        help=f"port of the OpenAI API (default: {DEFAULT_PORT}; with --check any free one)",
+    )
+    parser.add_argument("--store", choices=("memory",), default="memory", help="where leases are remembered")
+    parser.add_argument(
+        "--check", action="store_true", help="run the turns, stop everything, exit 0 only if all is right"
+    )
+    parser.add_argument("--output", choices=("table", "json"), default="table", help="what --check prints")
+    parser.add_argument(
+        "--connector-module",
+        default="kvlease_vllm.connector",
+        help="module of KvleaseConnector; for tests of --check",
+    )
+    parser.add_argument("--log-level", default="warning", help="log level of registry, router and sidecars")
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the system; the exit status: 0 when every turn was right."""
+    configure_logging(arguments.log_level, LogFormat.TEXT)
+    progress = _progress_to(sys.stderr if arguments.output == "json" else sys.stdout)
+    try:
+        make_engine = _engine_maker(arguments, progress)
+    except EngineEnvironmentError as error:
+        print(f"kvlease dev: real vLLM cannot be installed here: {error}", file=sys.stderr)
+        print("The simulated engine needs none of it: kvlease dev --engine sim", file=sys.stderr)
+        return 1
+    return uvloop.run(_run(arguments, make_engine, progress))
+
+
+async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    work = asyncio.create_task(_hold(arguments, make_engine, progress, stop))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            progress("stopping everything")
+            work.cancel()
+        return await work
+    except asyncio.CancelledError:
+        return 130
+    except (StackError, EngineProcessError, RequestFailedError, aiohttp.ClientError, TimeoutError) as error:
+        logging.getLogger(__name__).debug("failed", exc_info=error)
+        print(f"kvlease dev: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        stopped.cancel()
+
+
+async def _hold(
+    arguments: Namespace, make_engine: MakeEngine, progress: Progress, stop: asyncio.Event
+) -> int:
+    """Starts the stack, holds the conversation, and stays up unless it was a check."""
+    port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
+    stack = Stack(StackPlan(arguments.prefill, arguments.decode, make_engine, port), progress)
+    try:
+        await stack.start()
+        conversation_id = f"dev-{uuid.uuid4().hex[:8]}"
+        result = await run_check(_target(stack), conversation_id, progress, edited=arguments.check)
+        if arguments.check:
+            _print_result(result, arguments.output)
+            return 0 if result.ok else 1
+        print(turn_table(result.turns), flush=True)
+        _print_invitation(stack, conversation_id)
+        await stop.wait()
+        progress("stopping everything")
+        return 0 if result.ok else 1
+    finally:
+        await stack.stop()
+
+
+def _target(stack: Stack) -> Target:
+    return Target(
+        router_url=stack.router_url,
+        engine_urls=stack.engine_urls(),
+        cold_url=stack.engine_urls(EngineRole.DECODE)[0],
+        model=SERVED_MODEL,
+        block_size=BLOCK_TOKENS,
+    )
+
+
+def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
+    """How to make an engine of the chosen kind; prepares what it needs.
+
+    Raises:
+        EngineEnvironmentError: real vLLM cannot be installed here.
+    """
+    if arguments.engine == "sim":
+        raise StackError("the simulated engine has no process yet")
+    python = ensure_engine_environment(progress)
+    model = arguments.model or ensure_tiny_model()
+
+    def make(seat: EngineSeat) -> Engine:
+        return EngineProcess(
+            EngineSpec(
+                role=ProcessRole(seat.role.value),
+                python=python,
+                model=model,
+                log_file=seat.log_file,
+                port=seat.port,
+                side_channel_port=seat.side_channel_port,
+                socket_dir=seat.socket_dir,
+                served_model_name=SERVED_MODEL,
+                kvlease_config={"pin_wait_s": 10.0},
+                connector_module=arguments.connector_module,
+                extra_arguments=EXTRA_ARGUMENTS,
+            )
+        )
+
+    return make
+
+
+def _print_result(result: CheckResult, output: str) -> None:
+    print(
+        json.dumps(result.to_json(), indent=2) if output == "json" else turn_table(result.turns), flush=True
+    )
+
+
+def _print_invitation(stack: Stack, conversation_id: str) -> None:
+    body = {
+        "model": SERVED_MODEL,
+        "conversation_id": "my-own",
+        "max_tokens": 32,
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
+    url = stack.router_url
+    print(f"\nThe system stays up until Ctrl-C. Try it:\n\n  curl -i {url}/v1/chat/completions \\")
+    print(f"    -H 'content-type: application/json' -d '{json.dumps(body)}'\n")
+    print(f"  this conversation   {url}/v1/kvlease/conversations/{conversation_id}")
+    print(f"  metrics             {url}/metrics")
+    for seat, engine_url in zip(stack.seats, stack.engine_urls(), strict=True):
+        print(f"  {seat.role.value + ' engine':19} {engine_url}/metrics   log {seat.log_file}")
+    sys.stdout.flush()
+
+
+def _progress_to(stream: TextIO) -> Progress:
+    began_s = time.monotonic()
+
+    def progress(message: str) -> None:
+        print(f"[{time.monotonic() - began_s:5.1f} s] {message}", file=stream, flush=True)
+
+    return progress
+
+
+def _engines(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= 16:
+        raise ValueError("between 1 and 16 engines of a role")
+    return count
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 65536:
+        raise ValueError("a port is between 0 and 65535")
+    return port

@@ -1,0 +1,220 @@
+"""The whole system on one machine: services in this process, engines as child processes."""
+
+import asyncio
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from kvlease.core.records import EngineRole
+from kvlease.dev.engine_process import free_ports
+from kvlease.registry.config import RegistryConfig
+from kvlease.registry.server import RegistryServer
+from kvlease.router.config import RouterConfig
+from kvlease.router.registry_client import GrpcRegistry
+from kvlease.router.server import RouterServer
+from kvlease.runtime.clock import LoopClock
+from kvlease.runtime.grpc_client import Channels
+from kvlease.sidecar.config import SidecarConfig
+from kvlease.sidecar.server import SidecarServer
+from kvlease.store.memory import MemoryStore
+
+REGISTERED_TIMEOUT_S = 60.0
+PIN_CALL_S = 2.0
+"""Engines of the CPU build spin on every core: an answer that takes a millisecond elsewhere may take long."""
+
+
+class StackError(RuntimeError):
+    """The system did not come up; the message says which part and why."""
+
+
+class Engine(Protocol):
+    """A child process that serves the OpenAI API and attaches to a sidecar."""
+
+    @property
+    def base_url(self) -> str:
+        """The engine's HTTP address, without a trailing slash."""
+        ...
+
+    async def start(self) -> None:
+        """Starts the process and returns at once."""
+        ...
+
+    async def wait_ready(self) -> float:
+        """Waits until it serves. The seconds waited."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends the process; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    """Where an engine goes: its role, ports, and the directory of its sidecar's socket."""
+
+    role: EngineRole
+    number: int
+    port: int
+    side_channel_port: int
+    socket_dir: Path
+    log_file: Path
+
+
+MakeEngine = Callable[[EngineSeat], Engine]
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """What to start.
+
+    Attributes:
+        router_port: port of the OpenAI API; 0 takes a free one.
+        router: the router's settings; listen addresses are set by the stack.
+    """
+
+    prefill: int
+    decode: int
+    make_engine: MakeEngine
+    router_port: int = 0
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+
+class Stack:
+    """A running system; `start` brings up all of it or none."""
+
+    def __init__(self, plan: StackPlan, progress: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._store = MemoryStore()
+        self._channels = Channels()
+        # The path of a unix socket has at most 107 bytes: the directory must be short.
+        self.directory = Path(tempfile.mkdtemp(prefix="kvlease-"))
+        self.seats: list[EngineSeat] = []
+        self.engines: list[Engine] = []
+        self.sidecars: list[SidecarServer] = []
+        self.registry: RegistryServer | None = None
+        self.router: RouterServer | None = None
+
+    @property
+    def router_url(self) -> str:
+        """Base URL of the OpenAI API."""
+        return self.router.url if self.router is not None else ""
+
+    def engine_urls(self, role: EngineRole | None = None) -> list[str]:
+        """Base URLs of the engines, of one role or all."""
+        pairs = zip(self.seats, self.engines, strict=True)
+        return [engine.base_url for seat, engine in pairs if role in (None, seat.role)]
+
+    async def start(self) -> None:
+        """Starts everything and waits until every engine is registered.
+
+        Raises:
+            StackError: a part did not come up; everything was stopped again.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stops every process and server that was started; idempotent."""
+        router, self.router = self.router, None
+        if router is not None:
+            await router.stop()
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        for sidecar in self.sidecars:
+            await sidecar.stop()
+        if self.registry is not None:
+            await self.registry.stop()
+        await self._channels.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def start_sidecar(self, seat: EngineSeat) -> SidecarServer:
+        """Starts the sidecar of a seat."""
+        config = SidecarConfig(
+            listen="127.0.0.1:0",
+            allow_loopback=True,
+            socket_dir=str(seat.socket_dir),
+            role=seat.role,
+            engine_url=f"http://127.0.0.1:{seat.port}",
+            pin_call_s=PIN_CALL_S,
+            peer_call_s=2 * PIN_CALL_S,
+            holder_call_s=2 * PIN_CALL_S,
+        )
+        config.validate()
+        sidecar = SidecarServer(config, self._store, LoopClock())
+        await sidecar.start()
+        return sidecar
+
+    async def _start(self) -> None:
+        clock = LoopClock()
+        registry_config = RegistryConfig(listen="127.0.0.1:0", sidecar_call_s=2 * PIN_CALL_S)
+        registry_config.validate()
+        self.registry = RegistryServer(registry_config, self._store, clock)
+        await self.registry.start()
+        self.seats = self._seats()
+        for seat in self.seats:
+            self.sidecars.append(await self.start_sidecar(seat))
+        self._progress(f"registry at {self.registry.address}, {len(self.sidecars)} sidecars")
+        self.engines = [self._plan.make_engine(seat) for seat in self.seats]
+        await self._start_engines()
+        config = self._router_config()
+        registry = GrpcRegistry(
+            self._channels,
+            self.registry.address,
+            uuid.uuid4().hex,
+            config.renewal_policy(),
+            config.registry_call_s,
+        )
+        self.router = RouterServer(config, clock, registry)
+        await self.router.start()
+        self._progress(f"router at {self.router.url}")
+
+    def _seats(self) -> list[EngineSeat]:
+        roles = [EngineRole.PREFILL] * self._plan.prefill + [EngineRole.DECODE] * self._plan.decode
+        ports = free_ports(2 * len(roles))
+        return [
+            EngineSeat(
+                role,
+                number,
+                ports[2 * number],
+                ports[2 * number + 1],
+                self.directory / f"e{number}",
+                self.directory / f"{role.value}-{number}.log",
+            )
+            for number, role in enumerate(roles)
+        ]
+
+    async def _start_engines(self) -> None:
+        self._progress(f"starting {self._plan.prefill} prefill and {self._plan.decode} decode engines")
+        for engine in self.engines:
+            await engine.start()
+        waited_s = max(await asyncio.gather(*(engine.wait_ready() for engine in self.engines)))
+        self._progress(f"engines serve after {waited_s:.0f} s")
+        await self._await_registered()
+
+    async def _await_registered(self) -> None:
+        deadline_s = LoopClock().now_s() + REGISTERED_TIMEOUT_S
+        while len(registered := await self._store.list_engines()) < len(self.engines):
+            if LoopClock().now_s() > deadline_s:
+                raise StackError(
+                    f"only {len(registered)} of {len(self.engines)} engines were registered "
+                    f"within {REGISTERED_TIMEOUT_S:.0f} s"
+                )
+            await asyncio.sleep(0.05)
+
+    def _router_config(self) -> RouterConfig:
+        values = {name: getattr(self._plan.router, name) for name in self._plan.router.__dataclass_fields__}
+        values |= {
+            "listen": f"127.0.0.1:{self._plan.router_port}",
+            "grpc_listen": "127.0.0.1:0",
+            "registry_call_s": 2 * PIN_CALL_S,
+        }
+        config = RouterConfig(**values)
+        config.validate()
+        return config
