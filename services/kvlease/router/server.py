@@ -19,10 +19,12 @@ from kvlease.router.http import Front, FrontOptions
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
 from kvlease.router.randomness import SystemRandom
+from kvlease.router.registry_client import GrpcRegistry
 from kvlease.router.routing_service import RoutingServicer
 from kvlease.router.runner import TurnRunner
 from kvlease.router.turn import TurnServices
 from kvlease.router.watch import follow
+from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 
@@ -45,6 +47,18 @@ class RouterServer:
         self._exit = AsyncExitStack()
         self.url = ""
         self.grpc_address = ""
+
+    @classmethod
+    def connected(cls, config: RouterConfig, clock: Clock) -> "RouterServer":
+        """A router whose registry is the one at `config.registry`."""
+        channels = Channels()
+        session = SystemRandom().text_id()
+        registry = GrpcRegistry(
+            channels, config.registry, session, config.renewal_policy(), config.registry_call_s
+        )
+        server = cls(config, clock, registry)
+        server._exit.push_async_callback(channels.close)
+        return server
 
     async def start(self) -> None:
         """Serves once this returns; engines become known as the registry's watch tells them.
