@@ -96,7 +96,7 @@ class Fleet:
             allow_loopback=True,
             socket_dir=str(self.tmp_path / f"s{len(self.sidecars)}"),
             role=role,
-            stop_grace_s=0.0,
+            stop_grace_s=5.0,
             pin_call_s=0.5,
             peer_call_s=2.0,
         )

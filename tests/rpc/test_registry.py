@@ -11,6 +11,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvlease.core.errors import InvalidArgument, KvleaseError, NotOwner, StoreUnavailable
 from kvlease.core.lease import LeaseEvent, MissReason
 from kvlease.core.records import EngineRole, Pinned
+from kvlease.registry.config import RegistryConfig
+from kvlease.registry.server import RegistryServer
+from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.grpc_server import SERVER_OPTIONS
 from kvlease.v1 import registry_pb2 as messages
 from kvlease.v1 import registry_pb2_grpc
@@ -273,3 +276,16 @@ def test_the_policy_admits_clients_that_ping_without_calls() -> None:
     options = dict(SERVER_OPTIONS)
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] <= 10_000
+
+
+async def test_a_registry_that_stops_sends_its_watchers_elsewhere_at_once(fleet: Fleet) -> None:
+    config = RegistryConfig(listen="127.0.0.1:0", stop_grace_s=3600.0)
+    server = RegistryServer(config, fleet.store, LoopClock())
+    await server.start()
+    stub = registry_pb2_grpc.RegistryServiceStub(await fleet.channel(server.address))
+    watch, session = stub.WatchLeases(messages.WatchLeasesRequest()), stub.RenewLeases()
+    await watch.read()
+    await answer(session, beat(1, full=True))
+    await asyncio.wait_for(server.stop(), 20)
+    assert await watch.code() is grpc.StatusCode.UNAVAILABLE
+    assert await session.code() is grpc.StatusCode.UNAVAILABLE

@@ -332,3 +332,12 @@ async def test_a_second_stream_of_the_same_engine_replaces_the_first(
     await first.ended()
     assert isinstance(await sidecars.pin(sidecar.address, make_ask(1), 0.0, 5.0), Pinned)
     assert len(await fleet.store.list_engines()) == 1
+
+
+async def test_a_sidecar_that_stops_ends_the_streams_and_the_sessions_of_its_engines(fleet: Fleet) -> None:
+    sidecar = await fleet.sidecar()
+    connector = await fleet.connector(sidecar)
+    assert len(await fleet.store.list_engines()) == 1
+    await asyncio.wait_for(sidecar.stop(), 20)
+    assert await fleet.store.list_engines() == ()
+    await asyncio.wait_for(connector.ended(), 20)

@@ -21,6 +21,7 @@ class RegistryServer:
         self._config = config
         self._sidecars = GrpcSidecars()
         self._registry = Registry(config, store, self._sidecars, clock)
+        self._servicer = RegistryServicer(self._registry)
         self._server: GrpcServer | None = None
         self.address = ""
 
@@ -32,9 +33,7 @@ class RegistryServer:
         """
         service = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
         server = GrpcServer(self._config.listen, [service])
-        registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            RegistryServicer(self._registry), server.server
-        )
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer, server.server)
         server.bind()
         await server.start()
         self._server, self.address = server, server.address
@@ -44,6 +43,7 @@ class RegistryServer:
         """Refuses calls, gives those in flight their grace, then ends. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
+            self._servicer.end_streams()
             await server.stop(self._config.stop_grace_s)
         await self._registry.close()
         await self._sidecars.close()

@@ -1,7 +1,11 @@
 """Serves `RegistryService`: convert, ask, convert."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
+
+import grpc
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.lease import MissReason
@@ -28,6 +32,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._stopping = False
+
+    def end_streams(self) -> None:
+        """Ends watches and heartbeats, which never end by themselves; their callers find another replica."""
+        self._stopping = True
+        for stream in self._streams:
+            stream.cancel()
 
     async def ListEngines(
         self, request: registry_pb2.ListEnginesRequest, context: Any
@@ -39,7 +51,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def WatchEngines(self, request: registry_pb2.WatchEnginesRequest, context: Any) -> None:
         """First a snapshot, then every change."""
         message = registry_pb2.WatchEnginesResponse
-        async with self._registry.watch_engines() as batches:
+        async with self._stream(context), self._registry.watch_engines() as batches:
             async for batch in batches:
                 for snapshot, part in _parts(batch):
                     changes = [
@@ -67,7 +79,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def WatchLeases(self, request: registry_pb2.WatchLeasesRequest, context: Any) -> None:
         """First a snapshot, then every change."""
         message = registry_pb2.WatchLeasesResponse
-        async with self._registry.watch_leases() as batches:
+        async with self._stream(context), self._registry.watch_leases() as batches:
             async for batch in batches:
                 for snapshot, part in _parts(batch):
                     changes = [
@@ -99,13 +111,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> None:
         """Heartbeats of one router, each answered in turn when its holders have answered."""
         session = self._registry.open_session()
-        async for request in request_iterator:
-            ack = await self._registry.renew(session, _heartbeat(request))
-            await context.write(
-                registry_pb2.RenewLeasesResponse(
-                    sequence=ack.sequence, misses=misses_to_wire(ack.misses), resync=ack.resync
+        async with self._stream(context):
+            async for request in request_iterator:
+                ack = await self._registry.renew(session, _heartbeat(request))
+                await context.write(
+                    registry_pb2.RenewLeasesResponse(
+                        sequence=ack.sequence, misses=misses_to_wire(ack.misses), resync=ack.resync
+                    )
                 )
-            )
 
     async def ReleaseLease(
         self, request: registry_pb2.ReleaseLeaseRequest, context: Any
@@ -115,6 +128,22 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             lease_id_from_wire(request.lease_id), request.engine_id, request.tenant
         )
         return registry_pb2.ReleaseLeaseResponse(miss=miss_to_wire(miss))
+
+    @asynccontextmanager
+    async def _stream(self, context: Any) -> AsyncGenerator[None, None]:
+        """A handler that lasts as long as its caller wants, or until the registry stops."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            task.uncancel()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the registry stops")
+        finally:
+            self._streams.discard(task)
 
 
 def _parts(batch: Batch[Item]) -> Iterator[tuple[bool, tuple[Change[Item], ...]]]:

@@ -30,7 +30,7 @@ Requests = AsyncIterator[connector_pb2.AttachRequest]
 Context = grpc.aio.ServicerContext[connector_pb2.AttachRequest, connector_pb2.AttachResponse]
 
 
-class _StreamEnded(Exception):  # noqa: N818 - it is how a stream ends, not an error
+class _StreamEnded(Exception):
     """The stream to a connector is over."""
 
 
@@ -116,11 +116,11 @@ class _Attachment:
         raise _StreamEnded
 
     def _on_remote_pin(self, message: connector_pb2.RemotePin, group: asyncio.TaskGroup) -> None:
-        ask, _ = pin_from_wire(message.pin)
+        ask, wait_for_offer_s = pin_from_wire(message.pin)
         address = text_from_wire(message.sidecar_address, "sidecar_address")
 
         async def answer() -> None:
-            outcome = await self._sidecar.remote_pin(ask, address)
+            outcome = await self._sidecar.remote_pin(ask, wait_for_offer_s, address)
             self._answer_remote_pin(message.call_id, outcome_to_wire(outcome))
 
         if not self._start(answer(), group):

@@ -1,6 +1,8 @@
 """One attached engine as its sidecar sees it: what it holds, and the way to its holder's table."""
 
 import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +11,7 @@ from kvlease.core.attachment import LeaseOffer
 from kvlease.core.clock import Clock
 from kvlease.core.errors import HolderUnreachable, NotOwner
 from kvlease.core.holding import HoldEvent, PinAsk
-from kvlease.core.ids import Holder
+from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.lease import TERMINAL, LeaseKind, LeaseState, MissReason
 from kvlease.core.policy import eviction_order
 from kvlease.core.records import Engine, HolderGauges, PinOutcome
@@ -19,7 +21,12 @@ from kvlease.sidecar.recorder import EngineRecorder
 OFFER_WAITERS_MAX = 4096
 """Pins that wait for offers at one engine; past that a pin for an unknown lease is answered at once."""
 
+EARLY_EVENTS_MAX = 4096
+"""Events kept for leases whose offers come later: the connector's two threads send on their own."""
+
 _ENDING = TERMINAL | {LeaseState.DRAINING}
+
+_log = logging.getLogger(__name__)
 
 
 class AttachedEngine:
@@ -34,15 +41,19 @@ class AttachedEngine:
         self._renewed_s: dict[int, float] = {}
         self._ordered: tuple[int, ...] = ()
         self._waiters: dict[int, asyncio.Event] = {}
+        self._early: OrderedDict[int, HoldEvent] = OrderedDict()
 
     # --- what the connector says --------------------------------------------------------------------------
 
     def offer(self, offer: LeaseOffer) -> None:
         """Learns of a hold; a confirmed one is recorded."""
         lease_id = offer.record.lease_id
-        if offer.record.state in _ENDING:
+        early = self._early.pop(lease_id, None)
+        if offer.record.state in _ENDING or (early is not None and early.state in _ENDING):
             self._forget(lease_id)
             return
+        if early is not None and early.confirmed:
+            offer = replace(offer, provisional=False)
         self._offers[lease_id] = offer
         self._renewed_s[lease_id] = self._clock.now_s()
         waiter = self._waiters.get(lease_id)
@@ -57,9 +68,12 @@ class AttachedEngine:
             self._begin_epoch(holder)
         for event in events:
             offer = self._offers.get(event.lease_id)
-            if event.state in _ENDING:
+            if offer is None:
+                self._keep_early(event)
+            elif event.state in _ENDING:
+                self._log_ending(offer, event.state)
                 self._forget(event.lease_id)
-            elif offer is not None and event.confirmed:
+            elif event.confirmed:
                 confirmed = replace(offer, provisional=False)
                 self._offers[event.lease_id] = confirmed
                 self._record(confirmed)
@@ -146,6 +160,21 @@ class AttachedEngine:
     def _record(self, offer: LeaseOffer) -> None:
         if offer.record.kind is LeaseKind.CONVERSATION:
             self._recorder.put(replace(offer.record, state=LeaseState.HELD), offer.supersedes)
+
+    def _keep_early(self, event: HoldEvent) -> None:
+        if event.confirmed or event.state in _ENDING:
+            self._early[event.lease_id] = event
+            self._early.move_to_end(event.lease_id)
+            if len(self._early) > EARLY_EVENTS_MAX:
+                self._early.popitem(last=False)
+
+    def _log_ending(self, offer: LeaseOffer, state: LeaseState) -> None:
+        if offer.record.kind is LeaseKind.CONVERSATION:
+            lease_id = lease_id_to_hex(offer.record.lease_id)
+            engine_id = self.engine.holder.engine_id
+            _log.info(
+                "lease ended", extra={"lease_id": lease_id, "state": state.value, "engine_id": engine_id}
+            )
 
     def _forget(self, lease_id: int) -> None:
         self._offers.pop(lease_id, None)

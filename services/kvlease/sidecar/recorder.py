@@ -125,17 +125,21 @@ class EngineRecorder:
             await self._open_session()
         session = self._session
         assert session is not None
-        if self._clock.now_s() >= self._renewed_s + self._times.ttl_s / 3:
-            before_s = self._clock.now_s()
-            if not await self._bounded(session.renew()):
-                self._session = None
-                raise StoreUnavailable("the session is over")
-            self._renewed_s = before_s
+        await self._renew_if_due(session)
         if self._engine_dirty:
             self._engine_dirty = False
             await self._retained(session.put_engine(self._engine), self._mark_engine)
         while self._dirty:
             await self._write_lease(session, next(iter(self._dirty)))
+            await self._renew_if_due(session)
+
+    async def _renew_if_due(self, session: Session) -> None:
+        before_s = self._clock.now_s()
+        if before_s >= self._renewed_s + self._times.ttl_s / 3:
+            if not await self._bounded(session.renew()):
+                self._session = None
+                raise StoreUnavailable("the session is over")
+            self._renewed_s = before_s
 
     async def _write_lease(self, session: Session, lease_id: int) -> None:
         del self._dirty[lease_id]

@@ -1,6 +1,8 @@
 """A sidecar with its two servers: a unix socket for connectors, TCP for registries and other sidecars."""
 
+import asyncio
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from kvlease.core.clock import Clock
@@ -27,6 +29,7 @@ class SidecarServer:
         self._store = store
         self._clock = clock
         self._peers = GrpcSidecars()
+        self._sidecar: Sidecar | None = None
         self._servers: list[GrpcServer] = []
         self.address = ""
         self.socket_path = Path(config.socket_dir)
@@ -43,6 +46,7 @@ class SidecarServer:
         port = public.bind()
         self.address = self._advertised(port)
         sidecar = Sidecar(self._config, self.address, self._store, self._peers, self._clock)
+        self._sidecar = sidecar
         sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(SidecarServicer(sidecar), public.server)
         self.socket_path = prepare_socket(self._config.socket_dir)
         local = GrpcServer(
@@ -60,10 +64,13 @@ class SidecarServer:
 
     async def stop(self) -> None:
         """Detaches the connectors, which ends their engines' sessions, then refuses others. Idempotent."""
+        if self._sidecar is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.stop_grace_s):
+                    await self._sidecar.close()
         servers, self._servers = self._servers, []
         for server in reversed(servers):
-            local = server is servers[-1]
-            await server.stop(0.0 if local else self._config.stop_grace_s)
+            await server.stop(self._config.stop_grace_s)
         await self._peers.close()
 
     def _advertised(self, port: int) -> str:

@@ -37,6 +37,8 @@ class Sidecar:
         self._peers = peers
         self._clock = clock
         self._engines: dict[str, AttachedEngine] = {}
+        self._attachments: dict[AttachedEngine, asyncio.Event] = {}
+        self._closing = False
 
     # --- for the connectors beside it ---------------------------------------------------------------------
 
@@ -48,7 +50,10 @@ class Sidecar:
 
         Raises:
             EngineIdReused: the engine id was seen under another boot id.
+            HolderUnreachable: the sidecar is stopping.
         """
+        if self._closing:
+            raise HolderUnreachable("the sidecar is stopping")
         engine = self._engine_of(facts)
         recorder = EngineRecorder(
             self._store,
@@ -65,6 +70,7 @@ class Sidecar:
         engine_id = engine.holder.engine_id
         earlier = self._engines.get(engine_id)
         self._engines[engine_id] = attached
+        detached = self._attachments[attached] = asyncio.Event()
         if earlier is not None:
             earlier.close("the engine attached by another stream")
         running = asyncio.create_task(recorder.run(), name=f"recorder of {engine_id}")
@@ -78,14 +84,25 @@ class Sidecar:
             with suppress(asyncio.CancelledError):
                 await running
             await recorder.end()
+            del self._attachments[attached]
+            detached.set()
             _log.info("engine detached, its leases are lost", extra={"engine_id": engine_id})
 
-    async def remote_pin(self, ask: PinAsk, address: str) -> PinOutcome:
+    async def close(self) -> None:
+        """Ends every attachment, and returns when the sessions of their engines have ended."""
+        self._closing = True
+        detached = list(self._attachments.values())
+        for engine in self._attachments:
+            engine.close("the sidecar stops")
+        for event in detached:
+            await event.wait()
+
+    async def remote_pin(self, ask: PinAsk, wait_for_offer_s: float, address: str) -> PinOutcome:
         """A connector here asks, as a reader, for a pin at the sidecar `address`."""
         if self._is_here(ask.holder.engine_id, address):
-            return await self.pin(ask, 0.0)
+            return await self.pin(ask, wait_for_offer_s)
         try:
-            return await self._peers.pin(address, ask, 0.0, self._config.peer_call_s)
+            return await self._peers.pin(address, ask, wait_for_offer_s, self._config.peer_call_s)
         except HolderUnreachable:
             return MissReason.UNREACHABLE
 

@@ -22,7 +22,7 @@ from kvlease.wire.values import duration_from_wire, holder_to_wire, miss_to_wire
 Request, Response = connector_pb2.AttachRequest, connector_pb2.AttachResponse
 
 
-class ConnectorRefused(Exception):  # noqa: N818 - named by what the sidecar does
+class ConnectorRefused(Exception):
     """The sidecar refused the engine; the message says why."""
 
 
