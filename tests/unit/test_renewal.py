@@ -1,0 +1,171 @@
+"""The table of renewals: beats, beliefs and deadlines, on a clock that the test moves."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvlease.core.errors import InvalidArgument
+from kvlease.core.lease import MissReason
+from kvlease.core.renewal import Belief, EngineDelta, RenewalPolicy, RenewalTable
+
+POLICY = RenewalPolicy()
+
+
+@pytest.fixture
+def table() -> RenewalTable:
+    return RenewalTable(POLICY)
+
+
+def test_a_pending_lease_is_in_the_next_beat_once(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    first = table.beat(0.0)
+    assert (first.full, first.engines) == (True, {"d": EngineDelta(added_lease_ids=(7,))})
+    second = table.beat(5.0)
+    assert (second.full, second.engines, second.sequence) == (False, {}, first.sequence + 1)
+
+
+def test_a_grant_is_only_pending_until_the_holder_acked(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    assert table.belief(5.9, 7) is Belief.PENDING
+    assert table.belief(6.0, 7) is Belief.EXPIRED
+
+
+def test_belief_counts_a_share_of_the_duration_from_before_the_beat_was_sent(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    beat = table.beat(1.0)
+    table.ack(3.0, beat.sequence, {})
+    assert table.belief(1.0 + 0.8 * 20 - 0.01, 7) is Belief.HELD
+    assert table.belief(1.0 + 0.8 * 20, 7) is Belief.EXPIRED
+
+
+def test_an_ack_of_an_earlier_beat_says_nothing_of_a_later_lease(table: RenewalTable) -> None:
+    early = table.beat(0.0)
+    table.expect(1.0, 7, "d")
+    table.beat(1.0)
+    table.ack(2.0, early.sequence, {})
+    assert table.belief(2.0, 7) is Belief.PENDING
+
+
+def test_an_unknown_ack_changes_nothing(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, 99, {})
+    assert table.belief(0.0, 7) is Belief.PENDING
+
+
+def test_a_lease_is_live_through_its_turn_and_the_gap_after_it(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.beat(0.0)
+    table.open(7)
+    assert table.beat(1000.0).engines == {}
+    table.close(1000.0, 7)
+    assert table.beat(1029.9).engines == {}
+    assert table.beat(1030.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+
+
+def test_a_turn_makes_a_lease_live_again(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.beat(0.0)
+    table.beat(31.0)
+    table.open(7)
+    assert table.beat(32.0).engines == {"d": EngineDelta(added_lease_ids=(7,))}
+
+
+def test_a_client_may_ask_for_a_longer_gap_up_to_the_cap(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    assert table.keep_live(1.0, 7, 10_000.0)
+    assert table.beat(600.9).engines == {}
+    assert table.beat(601.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+    assert not table.keep_live(700.0, 7, 10.0)
+
+
+def test_a_dropped_lease_is_renewed_no_longer(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.beat(0.0)
+    table.drop(7)
+    assert table.beat(1.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+    assert table.belief(1.0, 7) is Belief.MISSED
+
+
+def test_a_grant_that_is_later_than_the_end_of_its_turn_is_asked_for_again(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    first = table.beat(0.0)
+    assert table.ack(0.1, first.sequence, {7: MissReason.UNKNOWN})
+    assert table.belief(0.1, 7) is Belief.PENDING
+    second = table.beat(0.3)
+    assert second.engines == {"d": EngineDelta(added_lease_ids=(7,))}
+    assert not table.ack(0.4, second.sequence, {})
+    assert table.belief(0.4, 7) is Belief.HELD
+
+
+def test_a_grant_that_never_comes_is_asked_for_a_few_times_only(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    asked = 0
+    while table.ack(0.1, table.beat(0.1).sequence, {7: MissReason.UNKNOWN}):
+        asked += 1
+    assert asked == 4
+    assert table.belief(0.1, 7) is Belief.MISSED
+    assert table.miss(7) is MissReason.UNKNOWN
+    assert table.beat(5.0).engines == {}
+
+
+def test_a_miss_ends_the_belief_with_its_reason(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    assert not table.ack(5.0, table.beat(5.0).sequence, {7: MissReason.EVICTED})
+    assert table.belief(5.0, 7) is Belief.MISSED
+    assert table.miss(7) is MissReason.EVICTED
+
+
+def test_a_holder_that_does_not_answer_leaves_the_belief_to_its_deadline(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    table.ack(5.0, table.beat(5.0).sequence, {7: MissReason.UNREACHABLE})
+    assert table.belief(15.9, 7) is Belief.HELD
+    assert table.belief(16.0, 7) is Belief.EXPIRED
+    assert table.beat(10.0).engines == {"d": EngineDelta(added_lease_ids=(7,))}
+
+
+def test_after_a_resync_the_beat_is_complete_under_another_epoch(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.hold_pin("pin", "d")
+    before = table.beat(0.0)
+    table.resync()
+    after = table.beat(1.0)
+    assert (after.full, after.epoch) == (True, before.epoch + 1)
+    assert after.engines == {"d": EngineDelta(added_lease_ids=(7,), added_pin_ids=("pin",))}
+    table.ack(2.0, before.sequence, {})
+    assert table.belief(2.0, 7) is Belief.PENDING
+
+
+def test_pins_are_renewed_until_they_are_dropped(table: RenewalTable) -> None:
+    table.hold_pin("pin", "p")
+    assert table.beat(0.0).engines == {"p": EngineDelta(added_pin_ids=("pin",))}
+    assert table.beat(5.0).engines == {}
+    table.drop_pin("pin")
+    assert table.beat(10.0).engines == {"p": EngineDelta(dropped_pin_ids=("pin",))}
+
+
+def test_leases_nobody_may_use_again_are_forgotten(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.beat(0.0)
+    table.beat(POLICY.gap_floor_s + POLICY.gap_cap_s)
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"interval_s": 7.0}, ("7.0", "20.0")),
+        ({"interval_s": 30.0, "duration_s": 100.0}, ("30.0", "30.0")),
+        ({"gap_floor_s": 700.0}, ("700.0", "600.0")),
+        ({"duration_s": 0.0}, ("0.0",)),
+        ({"interval_s": float("inf")}, ("inf",)),
+    ],
+)
+def test_durations_that_do_not_fit_each_other_are_refused_with_both_values(
+    changes: dict[str, float], values: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        replace(POLICY, **changes)
+    assert all(value in str(refused.value) for value in values)
