@@ -1,7 +1,7 @@
 """`KvleaseConnector`: the class that vLLM loads.
 
-A subclass of vLLM's NIXL connector; nothing in vLLM is patched. Handshakes, descriptors and READs stay vLLM's; what is
-kept, what is read and what counts is decided here. See `docs/protocol.md` for the promises.
+A subclass of vLLM's NIXL connector; no file of vLLM is patched. Handshakes, descriptors and READs stay vLLM's;
+what is kept, what is read and what counts is decided here. See `docs/protocol.md` for the promises.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConne
 
 from kvlease_vllm.metadata import KvleaseMetadata
 from kvlease_vllm.scheduler import SchedulerHalf
-from kvlease_vllm.seams import UnsupportedEngine, check_connector, check_worker
+from kvlease_vllm.seams import UnsupportedEngineError, check_connector, check_worker
 from kvlease_vllm.settings import ConnectorSettings
 from kvlease_vllm.worker import WorkerHalf
 
@@ -34,7 +34,7 @@ class KvleaseConnector(NixlConnector):
     """vLLM's NIXL connector with leases: the holder's and the reader's half on either role.
 
     Raises:
-        UnsupportedEngine: this vLLM's connector API is not the one that was verified.
+        UnsupportedEngineError: this vLLM's connector API is not the one that was verified.
         InvalidArgument: `kv_connector_extra_config.kvlease` is wrong.
     """
 
@@ -50,8 +50,8 @@ class KvleaseConnector(NixlConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self.kv_transfer_config
         if vllm_config.parallel_config.prefill_context_parallel_size == 1:
-            # Both engines read and are read from: vLLM defers freeing blocks that a running step may still write
-            # only for a consumer. It looks at the role after it has made the connector.
+            # Both engines read and are read from: vLLM defers freeing blocks that a running step may still
+            # write only for a consumer. It looks at the role after it has made the connector.
             transfer.kv_role = "kv_both"
         # A READ that fails ends in recompute, never in an error to the client.
         transfer.kv_load_failure_policy = "recompute"
@@ -69,16 +69,16 @@ class KvleaseConnector(NixlConnector):
     @property
     def _scheduling(self) -> SchedulerHalf:
         if self._scheduler_half is None:
-            raise UnsupportedEngine("vLLM asked the worker's connector a scheduler's question")
+            raise UnsupportedEngineError("vLLM asked the worker's connector a scheduler's question")
         return self._scheduler_half
 
     @property
     def _working(self) -> WorkerHalf:
         if self._worker_half is None:
-            raise UnsupportedEngine("vLLM asked the scheduler's connector a worker's question")
+            raise UnsupportedEngineError("vLLM asked the scheduler's connector a worker's question")
         return self._worker_half
 
-    # --- scheduler --------------------------------------------------------------------------------------------
+    # --- scheduler ----------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Takes the block pool, on which holds are references."""
@@ -140,7 +140,7 @@ class KvleaseConnector(NixlConnector):
         self._scheduling.lose_all()
         return super().reset_cache()
 
-    # --- worker -----------------------------------------------------------------------------------------------
+    # --- worker -------------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Applies our orders, then lets vLLM post the READs."""
@@ -149,7 +149,6 @@ class KvleaseConnector(NixlConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM 0.32's results of the step, with the READs that were given up or came too late as failed."""
-        self._working.drop_late_failures()
         results = super().get_transfer_results(finished_req_ids)
         failed = set(self._working.take_failed())
         results.finished_recving.update(failed)
@@ -158,7 +157,6 @@ class KvleaseConnector(NixlConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """vLLM 0.26's results of the step; the failed READs' blocks are reported as invalid."""
-        self._working.drop_late_failures()
         sending, receiving = super().get_finished(finished_req_ids)
         failed = self._working.take_failed()
         self._invalid_block_ids = {block_id for block_ids in failed.values() for block_id in block_ids}
@@ -167,7 +165,7 @@ class KvleaseConnector(NixlConnector):
     _invalid_block_ids: frozenset[int] | set[int] = frozenset()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that failed to load, those of given-up READs among them where only blocks can be reported."""
+        """Blocks that failed to load; where only blocks can be reported, those of given-up READs too."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, frozenset()
         return super().get_block_ids_with_load_errors() | invalid
 

@@ -74,13 +74,12 @@ def describe_layout(
     )
 
 
-def retain_refusal(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any
-) -> str:
+def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any) -> str:
     """Why this engine can neither retain nor READ; empty when it can.
 
-    Head-trimming a block list to whole blocks is valid for one group of full attention (MLA among it) only: a sliding
-    window keeps the last window, a recurrent state exists at the end alone, and context parallelism changes the unit.
+    Head-trimming a block list to whole blocks is valid for one group of full attention (MLA among it) only: a
+    sliding window keeps the last window, a recurrent state exists at the end alone, and context parallelism
+    changes the unit.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 

@@ -1,14 +1,15 @@
 """The holder half: keeps a finished turn's blocks by reference and answers for them.
 
-Two threads meet here. The link's thread asks the table (pin, renew, release); the scheduler's thread grants and gives
-blocks back, since only it may touch vLLM's block pool. A lock guards the table; the pool needs none. A lease that ends
-on the link's thread leaves its blocks in the table until the scheduler's thread comes by, which it does before every
-allocation it can see: `on_new_request`, `get_num_new_matched_tokens`, `has_pending_block_frees`,
-`build_connector_meta`, `take_events`.
+Two threads meet here. The link's thread asks the table (pin, renew, release); the scheduler's thread grants and
+gives blocks back, since only it may touch vLLM's block pool. A lock guards the table; the pool needs none. A
+lease that ends on the link's thread leaves its blocks in the table until the scheduler's thread comes by, which
+it does before every allocation it can see: `on_new_request`, `get_num_new_matched_tokens`,
+`has_pending_block_frees`, `build_connector_meta`, `take_events`.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +54,11 @@ class BlockHolder:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._order: dict[int, int] = {}
-        self._waiting_needs: dict[str, int] = {}
         self.evictions = 0
         self._reset_pool = pool.reset_prefix_cache
         pool.reset_prefix_cache = self.reset
 
-    # --- the link's thread ------------------------------------------------------------------------------------
+    # --- the link's thread --------------------------------------------------------------------------
 
     @property
     def holder(self) -> Holder:
@@ -106,7 +106,7 @@ class BlockHolder:
         return miss
 
     def set_order(self, lease_ids: Sequence[int]) -> None:
-        """Takes the sidecar's order of eviction, least worth keeping first. It stays in force until the next."""
+        """Takes the sidecar's order of eviction, least worth keeping first; it holds until the next."""
         with self._lock:
             self._order = {lease_id: place for place, lease_id in enumerate(lease_ids)}
 
@@ -125,6 +125,13 @@ class BlockHolder:
                 return None
             return offer_of(hold, self._table.holder, self._now_s(), layout)
 
+    def advance(self) -> None:
+        """Applies deadlines, so that the sidecar hears of them also while the engine is idle."""
+        with self._lock:
+            self._table.advance(self._now_s())
+            events = self._table.take_events()
+        self._tell(events)
+
     def gauges(self) -> Gauges:
         """Blocks held and pinned now; the pool's free blocks lag by what the scheduler has not given back."""
         with self._lock:
@@ -135,13 +142,23 @@ class BlockHolder:
         self._tell(events)
         return Gauges(len(held), reading, self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
 
-    # --- the scheduler's thread -------------------------------------------------------------------------------
+    # --- the scheduler's thread ---------------------------------------------------------------------
 
     def grant(self, grant: Grant, duration_s: float) -> bool:
-        """Grants a provisional CONVERSATION lease and references its blocks. False when the id was used before."""
-        return self._admit(
+        """Grants a provisional CONVERSATION lease and references its blocks.
+
+        False when the id was used before, or when the budget has no place beside what is being read.
+        """
+        if not self._admit(
             grant, lambda now_s: self._table.grant(now_s, grant, duration_s, provisional=True)
-        )
+        ):
+            return False
+        self._shrink_to_budget(keep=grant.lease_id)
+        if self._retained_blocks() <= self._budget_blocks:
+            return True
+        self.end(grant.lease_id, LeaseEvent.EVICT)
+        self.give_back()
+        return False
 
     def grant_transfer(self, grant: Grant, pin_id: str, reservation_s: float) -> bool:
         """Grants a TRANSFER lease under its turn's pin and references its blocks."""
@@ -155,29 +172,22 @@ class BlockHolder:
             self._table.advance(self._now_s())
             ended, events = self._table.take_ended(), self._table.take_events()
         for hold in ended:
-            self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(hold.grant.block_ids)])
+            self._pool.free_blocks(
+                [self._pool.blocks[block_id] for block_id in reversed(hold.grant.block_ids)]
+            )
         self._tell(events)
 
-    def expect(self, request_id: str, blocks: int) -> None:
-        """Notes the full need of a request that waits for admission."""
-        self._waiting_needs[request_id] = blocks
-
-    def admitted(self, request_id: str) -> None:
-        """Forgets the need of a request that was admitted or has ended."""
-        self._waiting_needs.pop(request_id, None)
-
-    def make_room(self, running: int) -> None:
-        """Evicts so that each running request finds a block and the first waiting one all that it needs."""
-        first_need = next(iter(self._waiting_needs.values()), 0)
-        self.make_free(running + first_need)
-
-    def make_free(self, blocks: int) -> int:
-        """Evicts leases that nobody reads until `blocks` are free or none is left. Returns the blocks gained."""
-        self.give_back()
+    def make_free(self, blocks: int) -> bool:
+        """Evicts leases that nobody reads until `blocks` are free or none is left. Whether blocks were gained."""
         before = self._pool.get_num_free_blocks()
+        self.give_back()
         while self._pool.get_num_free_blocks() < blocks and self._evict_one():
             self.give_back()
-        return self._pool.get_num_free_blocks() - before
+        return bool(self._pool.get_num_free_blocks() > before)
+
+    def gain(self, blocks: int) -> bool:
+        """Gives back or evicts until `blocks` more are free than now. Whether any were gained."""
+        return self.make_free(self._pool.get_num_free_blocks() + blocks)
 
     def reset(self) -> bool:
         """vLLM's `reset_prefix_cache`: loses every hold first. False when pinned blocks stay referenced."""
@@ -193,7 +203,7 @@ class BlockHolder:
                 self._table.reset(self._now_s())
         self.give_back()
 
-    # --- inside -----------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------
 
     def _admit(self, grant: Grant, admit: Callable[[float], bool]) -> bool:
         with self._lock:
@@ -201,7 +211,6 @@ class BlockHolder:
             events = self._table.take_events()
         if admitted:
             self._pool.touch([self._pool.blocks[block_id] for block_id in grant.block_ids])
-            self._shrink_to_budget(keep=grant.lease_id)
         # The caller offers the lease itself: an event about a lease that was not offered would mean nothing.
         self._tell([event for event in events if event.lease_id != grant.lease_id])
         return admitted
@@ -215,24 +224,32 @@ class BlockHolder:
             retained = (hold for hold in self._table.holds() if hold.grant.kind is LeaseKind.CONVERSATION)
             return len({block for hold in retained for block in hold.grant.block_ids})
 
-    def _frees_a_block(self, hold: Hold) -> bool:
-        return any(self._pool.blocks[block_id].ref_cnt == 1 for block_id in hold.grant.block_ids)
-
     def _evict_one(self, keep: int = 0) -> bool:
-        """Evicts the lease least worth keeping whose end frees a block; False when there is none."""
+        """Evicts the lease least worth keeping whose end helps to free a block; False when there is none."""
         with self._lock:
-            candidates = [
+            idle = [
                 hold
                 for hold in self._table.holds()
-                if hold.state is LeaseState.HELD
-                and hold.grant.lease_id != keep
-                and self._frees_a_block(hold)
+                if hold.state is LeaseState.HELD and hold.grant.lease_id != keep
             ]
-            victim = min(candidates, key=self._worth, default=None)
+            victim = self._choose(idle)
             if victim is not None:
                 self._table.end(self._now_s(), victim.grant.lease_id, LeaseEvent.EVICT)
                 self.evictions += 1
         return victim is not None
+
+    def _choose(self, idle: Sequence[Hold]) -> Hold | None:
+        """The victim: one whose end frees a block if there is one, else one of those that only share blocks."""
+        keepers = Counter(block_id for hold in idle for block_id in hold.grant.block_ids)
+        alone: list[Hold] = []
+        together: list[Hold] = []
+        for hold in idle:
+            references = [(self._pool.blocks[block].ref_cnt, block) for block in hold.grant.block_ids]
+            if any(count == 1 for count, _ in references):
+                alone.append(hold)
+            elif any(count == keepers[block] for count, block in references):
+                together.append(hold)
+        return min(alone or together, key=self._worth, default=None)
 
     def _worth(self, hold: Hold) -> tuple[int, float]:
         """Place in the sidecar's order; what it has not ranked comes first, the earliest deadline foremost."""

@@ -14,8 +14,8 @@ class Quarantine:
 
     @property
     def blocks(self) -> int:
-        """Blocks in quarantine."""
-        return sum(len(block_ids) for block_ids, _ in self._kept.values())
+        """Blocks in quarantine; any thread may ask."""
+        return sum(len(block_ids) for block_ids, _ in list(self._kept.values()))
 
     def keep(self, attempt_id: int, block_ids: Sequence[int]) -> None:
         """References the blocks; call before vLLM frees them."""

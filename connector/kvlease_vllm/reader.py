@@ -1,11 +1,13 @@
 """The reader half: pins a lease, verifies it against the prompt, and guards the READ.
 
-Every request has at most one READ. Its life: ASKING (the pin is on its way) → PINNED → POSTED (vLLM was told to load)
-→ SETTLED. A READ counts only when it was seen done before the fence: 0.8 of the pin's read part, from before the pin
-was asked for. The read part is asked for again while the turn queues, never after the READ was posted.
+Every request has at most one READ. Its life: ASKING (the pin is on its way) → PINNED → POSTED (vLLM was told
+to load) → SETTLED. A READ counts only when it was seen done before the fence: 0.8 of the pin's read part, from
+before the pin was asked for. The read part is asked for again while the turn queues, never after the READ was
+posted.
 
-`Reads` is shared by the scheduler's thread and the link's; a lock guards it. The pool's references are left to the
-caller: this file knows no vLLM.
+`Reads` is shared by the scheduler's thread and the link's; a lock guards it. Sending is putting a message into
+a queue, so it happens under the lock: an UNPIN never overtakes the question before it. The pool's references
+are left to the caller: this file knows no vLLM.
 """
 
 import itertools
@@ -25,7 +27,7 @@ FENCE_SHARE = 0.8
 """Share of a duration that whoever asked may count on: clocks drift by at most 10 % on either side."""
 
 RENEW_SHARE = 0.4
-"""A read part that is not used yet is asked for again after this share of it."""
+"""A read part that is not used yet is asked for again after this share of it; too little is left to begin."""
 
 
 class Stage(Enum):
@@ -49,7 +51,9 @@ class Read:
         pinned: the holder's answer.
         verified_tokens: tokens of the lease that belong to the prompt, -1 until compared.
         block_ids: destination blocks, once posted.
-        outcome: what became of it, for the report; empty until settled.
+        given_up: nothing of it counts any more, whatever the memory does.
+        failed: vLLM, or the pin that was lost before it was posted, says that it failed.
+        outcome: what became of it, for the report; empty until its pin was ended.
     """
 
     request_id: str
@@ -69,6 +73,11 @@ class Read:
     failed: bool = False
     outcome: str = ""
 
+    @property
+    def stale_s(self) -> float:
+        """When the read part is too short to begin a READ in it: it is asked for again from here on."""
+        return self.fence_s - (FENCE_SHARE - RENEW_SHARE) * self.read_part_s
+
 
 @dataclass(slots=True)
 class Reads:
@@ -76,8 +85,10 @@ class Reads:
 
     Args:
         ask_pin: sends a pin question to the sidecar without waiting; False when the sidecar is not there.
-        unpin: sends an UNPIN without waiting.
+        send_unpin: sends an UNPIN without waiting. Requests that share a pin id (the choices of one completion)
+            share the pin: the last of them ends it.
         read_part_s, first_read_part_s, pin_wait_s: see `ConnectorSettings`.
+        now_s: a clock that goes on while the machine sleeps, since the holder's does.
     """
 
     ask_pin: Callable[[int, PinAsk, ReadOrder], bool]
@@ -89,11 +100,12 @@ class Reads:
     counters: Counter[str] = field(default_factory=Counter[str])
     _reads: dict[str, Read] = field(default_factory=dict[str, Read])
     _by_attempt: dict[int, Read] = field(default_factory=dict[int, Read])
+    _users_of_pin: Counter[str] = field(default_factory=Counter[str])
     _met: set[str] = field(default_factory=set[str])
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    # --- the scheduler's thread -------------------------------------------------------------------------------
+    # --- the scheduler's thread ---------------------------------------------------------------------
 
     def begin(self, request_id: str, order: ReadOrder, tenant: str) -> None:
         """Asks for the pin of a new request, so that it overlaps with queueing."""
@@ -109,7 +121,8 @@ class Reads:
         with self._lock:
             self._reads[request_id] = read
             self._by_attempt[read.attempt_id] = read
-        self._ask(read)
+            self._users_of_pin[order.pin_id] += 1
+            self._ask(read)
 
     def get(self, request_id: str) -> Read | None:
         """The READ of a request that has not ended."""
@@ -126,15 +139,12 @@ class Reads:
         """
         now_s = self.now_s()
         if read.stage is Stage.ASKING:
-            current = False
-        elif read.stage is Stage.PINNED:
-            current = now_s < read.fence_s - 0.5 * FENCE_SHARE * read.read_part_s
+            since_s = read.begun_s
+        elif read.stage is Stage.PINNED and now_s >= read.stale_s:
+            since_s = read.stale_s
         else:
             return False
-        if current:
-            return False
-        waited_s = now_s - max(read.begun_s, read.fence_s)
-        if waited_s > self.pin_wait_s:
+        if now_s - since_s > self.pin_wait_s:
             self.settle(read, MissReason.UNREACHABLE.value)
             return False
         return True
@@ -143,7 +153,12 @@ class Reads:
         """Notes how much of the lease belongs to the prompt."""
         read.verified_tokens = verified_tokens
         if verified_tokens < min(held.tokens, prompt.tokens - 1) // held.block_size * held.block_size:
-            self.counters["mismatches"] += 1
+            self.count("mismatches")
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter."""
+        with self._lock:
+            self.counters[name] += amount
 
     def post(self, read: Read, block_ids: tuple[int, ...], read_tokens: int) -> bool:
         """Notes that vLLM loads into `block_ids`. The fence does not move from here on.
@@ -153,38 +168,33 @@ class Reads:
         with self._lock:
             pinned = read.stage is Stage.PINNED
             read.stage = Stage.POSTED
-        read.block_ids = block_ids
-        read.read_tokens = read_tokens
-        read.failed = not pinned
-        self.counters["reads"] += 1
+            read.block_ids = block_ids
+            read.failed = not pinned
+            if pinned:
+                read.read_tokens = read_tokens
+                self.counters["reads"] += 1
         return pinned
 
     def overdue(self) -> list[Read]:
-        """Posted READs whose fence has passed and that were not given up yet; they are given up by this call."""
+        """READs in flight whose fence has passed; they are given up by this call, each once."""
         now_s = self.now_s()
-        late = [read for read in self.posted() if not read.given_up and now_s >= read.fence_s]
+        late = [
+            read for read in self.posted() if not read.given_up and not read.outcome and now_s >= read.fence_s
+        ]
         for read in late:
             read.given_up = True
-            self.counters["given_up"] += 1
+            self.count("given_up")
         return late
 
     def accept(self, read: Read) -> bool:
-        """Whether a READ that ended may be used: before its fence, not given up, not failed."""
-        return not read.given_up and not read.failed and self.now_s() < read.fence_s
+        """Whether a READ that ended may be used: before its fence, its pin not ended, not failed."""
+        spoilt = read.given_up or read.failed or read.outcome
+        return not spoilt and read.stage is Stage.POSTED and self.now_s() < read.fence_s
 
     def settle(self, read: Read, outcome: str) -> None:
-        """Ends the READ's pin, and counts what became of it. A settled READ is never posted."""
+        """Ends the READ's pin, and counts what became of it. The first outcome stands."""
         with self._lock:
-            if read.stage is Stage.SETTLED:
-                return
-            read.stage = Stage.SETTLED
-            read.outcome = outcome
-            self._by_attempt.pop(read.attempt_id, None)
-        self.counters[f"outcome_{outcome}"] += 1
-        if outcome == "read":
-            self._met.add(read.order.holder.engine_id)
-            self.counters["read_tokens"] += read.read_tokens
-        self.send_unpin(read.order)
+            self._settle(read, outcome)
 
     def forget(self, request_id: str) -> Read | None:
         """Forgets a request; one whose READ is posted stays until that has ended."""
@@ -198,10 +208,10 @@ class Reads:
         """Forgets a READ that has ended."""
         self._reads.pop(read.request_id, None)
 
-    # --- the link's thread ------------------------------------------------------------------------------------
+    # --- the link's thread --------------------------------------------------------------------------
 
     def answer(self, attempt_id: int, outcome: PinOutcome) -> None:
-        """The holder's answer to the oldest question of an attempt."""
+        """The holder's answer to the oldest question of an attempt. A READ that is posted keeps its fence."""
         with self._lock:
             read = self._by_attempt.get(attempt_id)
             if read is None or read.stage not in (Stage.ASKING, Stage.PINNED) or read.asked_s is None:
@@ -212,8 +222,8 @@ class Reads:
                 read.fence_s = asked_s + FENCE_SHARE * read.read_part_s
                 read.stage = Stage.PINNED
                 return
-        reason = outcome if isinstance(outcome, MissReason) else MissReason.UNKNOWN
-        self.settle(read, reason.value)
+            reason = outcome if isinstance(outcome, MissReason) else MissReason.UNKNOWN
+            self._settle(read, reason.value)
 
     def ask_again(self) -> None:
         """Asks again for read parts that queue unused; the link calls this off the scheduler's thread."""
@@ -222,12 +232,12 @@ class Reads:
             due = [
                 read
                 for read in self._by_attempt.values()
-                if read.stage is Stage.PINNED
-                and read.asked_s is None
-                and now_s >= read.fence_s - (FENCE_SHARE - RENEW_SHARE) * read.read_part_s
+                if read.stage is Stage.PINNED and read.asked_s is None and now_s >= read.stale_s
             ]
-        for read in due:
-            self._ask(read)
+            for read in due:
+                self._ask(read)
+
+    # --- inside, under the lock ---------------------------------------------------------------------
 
     def _ask(self, read: Read) -> None:
         read.asked_s = self.now_s()
@@ -236,4 +246,20 @@ class Reads:
             order.lease_id, order.pin_id, order.holder, tenant=read.tenant, read_part_s=read.read_part_s
         )
         if not self.ask_pin(read.attempt_id, ask, order):
-            self.settle(read, MissReason.UNREACHABLE.value)
+            self._settle(read, MissReason.UNREACHABLE.value)
+
+    def _settle(self, read: Read, outcome: str) -> None:
+        read.stage = Stage.SETTLED
+        if read.outcome:
+            return
+        read.outcome = outcome
+        self._by_attempt.pop(read.attempt_id, None)
+        self.counters[f"outcome_{outcome}"] += 1
+        if outcome == "read":
+            self._met.add(read.order.holder.engine_id)
+            self.counters["read_tokens"] += read.read_tokens
+        pin_id = read.order.pin_id
+        self._users_of_pin[pin_id] -= 1
+        if not self._users_of_pin[pin_id]:
+            del self._users_of_pin[pin_id]
+            self.send_unpin(read.order)

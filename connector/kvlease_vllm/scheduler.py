@@ -26,6 +26,7 @@ from kvlease_vllm.metadata import GivenUp, KvleaseWorkerMetadata, WorkerOrders
 from kvlease_vllm.notifications import PIN_PREFIX
 from kvlease_vllm.quarantine import Quarantine
 from kvlease_vllm.reader import Read, Reads, Stage
+from kvlease_vllm.room import Room
 from kvlease_vllm.service import SidecarService
 from kvlease_vllm.settings import ConnectorSettings
 
@@ -38,7 +39,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvlease.scheduler")
+
+
+def awake_s() -> float:
+    """Seconds that also pass while the machine sleeps: a fence must not outlast the holder's pin."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True)
@@ -83,12 +89,14 @@ class SchedulerHalf:
             read_part_s=settings.read_part_s,
             first_read_part_s=settings.first_read_part_s,
             pin_wait_s=settings.pin_wait_s,
-            now_s=time.monotonic,
+            now_s=awake_s,
         )
+        self._room = Room(self._block_size)
+        self._root_model = f"{vllm_config.model_config.model}@{vllm_config.model_config.revision}"
         self._turns: dict[str, Turn] = {}
         self._orders = WorkerOrders()
         self._refused_params = 0
-        self._running = 0
+        self._scheduled: dict[str, int] = {}
         self._holder: BlockHolder
         self._quarantine: Quarantine
         if self._facts.retain_refusal:
@@ -116,16 +124,16 @@ class SchedulerHalf:
         counters["evictions"] = self._holder.evictions
         counters["refused_params"] = self._refused_params
         counters["quarantined_blocks"] = self._quarantine.blocks
-        counters["running_requests"] = self._running
+        counters["running_requests"] = len(self._scheduled)
         return counters
 
-    # --- requests come and go ---------------------------------------------------------------------------------
+    # --- requests come and go -----------------------------------------------------------------------
 
     def on_new_request(self, request: "Request") -> None:
         """Reads our orders, removes everything else from the request's parameters, and asks for the pin."""
         self._holder.give_back()
         params = self._take_params(request)
-        self._holder.expect(request.request_id, self._blocks_of(request.num_tokens + 1))
+        self._room.arrived(request)
         if params is None:
             return
         self._turns[request.request_id] = Turn(request, params)
@@ -135,7 +143,7 @@ class SchedulerHalf:
     def on_finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Grants the lease that the turn asked for; returns the report for the engine's response."""
         request_id = request.request_id
-        self._holder.admitted(request_id)
+        self._room.gone(request_id)
         read = self._reads.forget(request_id)
         turn = self._turns.pop(request_id, None)
         if turn is None:
@@ -153,12 +161,12 @@ class SchedulerHalf:
         )
         return {PARAMS_KEY: report.to_json()}
 
-    # --- before the model runs --------------------------------------------------------------------------------
+    # --- before the model runs ----------------------------------------------------------------------
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to READ beyond those computed, or None for "later". At most one READ per request."""
-        missing = self._blocks_of(request.num_tokens + 1) - num_computed_tokens // self._block_size
-        self._holder.make_free(missing + self._running)
+        missing = self._room.whole_need(request) - num_computed_tokens // self._block_size
+        self._holder.make_free(missing + len(self._scheduled))
         read = self._reads.get(request.request_id)
         turn = self._turns.get(request.request_id)
         if turn is not None and not request.num_preemptions and not turn.read_tokens:
@@ -170,7 +178,7 @@ class SchedulerHalf:
             return 0, False
         if self._reads.is_waiting(read):
             return None, False
-        if read.stage is not Stage.PINNED:
+        if read.stage is not Stage.PINNED or not self._has_our_layout(read):
             return 0, False
         tokens = self._usable_tokens(turn, read) - num_computed_tokens
         if tokens < max(1, self._settings.recompute_threshold_tokens):
@@ -180,19 +188,24 @@ class SchedulerHalf:
 
     def before_load(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> bool:
         """Fills vLLM's parameters with the verified head of the lease. False when nothing is to be loaded."""
-        self._holder.admitted(request.request_id)
+        self._room.admitted(request)
         read = self._reads.get(request.request_id)
-        if num_external_tokens <= 0 or read is None or read.stage is Stage.POSTED:
+        if read is None or read.stage is Stage.POSTED:
+            return False
+        if num_external_tokens <= 0:
+            # Admitted without a READ, whatever the reason: there will be none any more.
+            self._reads.settle(read, "unused")
             return False
         local = tuple(blocks.get_unhashed_block_ids_all_groups()[0])
         posted = self._reads.post(read, local, num_external_tokens)
         pinned = read.pinned
         head = self._blocks_of(min(read.verified_tokens, request.num_prompt_tokens))
-        if not posted or pinned is None or pinned.blocks is None or pinned.location is None or len(local) > head:
+        usable = posted and len(local) <= head
+        if not usable or pinned is None or pinned.blocks is None or pinned.location is None:
             read.failed = True
             self._orders.refused.append(GivenUp(request.request_id, read.attempt_id, local))
             return False
-        source = pinned.blocks.block_ids[:head][head - len(local) :]
+        source = pinned.blocks.block_ids[head - len(local) : head]
         location = pinned.location
         request.kv_transfer_params = {
             "do_remote_prefill": True,
@@ -214,16 +227,16 @@ class SchedulerHalf:
         for read in self._reads.overdue():
             self._quarantine.keep(read.attempt_id, read.block_ids)
             self._orders.given_up.append(GivenUp(read.request_id, read.attempt_id, read.block_ids))
-        self._running = len(scheduler_output.num_scheduled_tokens)
-        self._holder.make_room(self._running)
+        self._scheduled = scheduler_output.num_scheduled_tokens
+        self._holder.make_free(self._room.needed(self._scheduled))
         orders, self._orders = self._orders, WorkerOrders()
         return orders
 
     def has_pending_block_frees(self) -> bool:
         """vLLM lacks a block for a running request: evict rather than let it preempt."""
-        return self._holder.make_free(self._running + 1) > 0
+        return self._holder.gain(len(self._scheduled) + 1)
 
-    # --- after the model ran ----------------------------------------------------------------------------------
+    # --- after the model ran ------------------------------------------------------------------------
 
     def on_output(self, output: "KVConnectorOutput") -> None:
         """Accepts READs that were seen done before their fence; the others are reported failed."""
@@ -233,9 +246,8 @@ class SchedulerHalf:
             self._quarantine.ended(report.ended)
         for request_id in list(output.finished_recving or ()):
             read = self._reads.get(request_id)
-            if read is not None and not self._end_read(read):
+            if read is not None and output.finished_recving is not None and not self._end_read(read):
                 # vLLM must not use what came too late: every rank reports it failed in the next step.
-                assert output.finished_recving is not None
                 output.finished_recving.discard(request_id)
         self._holder.give_back()
 
@@ -247,7 +259,7 @@ class SchedulerHalf:
         """Loses every hold: the caches are being cleared."""
         self._holder.lose_all()
 
-    # --- inside -----------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------
 
     def _take_params(self, request: "Request") -> TurnParams | None:
         """Our orders. vLLM's own keys are removed: from outside they could name any block, or kill the engine."""
@@ -266,7 +278,7 @@ class SchedulerHalf:
 
     def _chain_of(self, turn: Turn, tokens: int) -> BlockChain:
         root = request_root(
-            turn.request, turn.params.tenant, self._facts.model, self._settings.weights_version
+            turn.request, turn.params.tenant, self._root_model, self._settings.weights_version
         )
         return request_chain(turn.request, root, tokens, self._block_size)
 
@@ -275,10 +287,11 @@ class SchedulerHalf:
         return verified_tokens(held, prompt)
 
     def _usable_tokens(self, turn: Turn, read: Read) -> int:
-        """Verified tokens that may be READ: of a conversation whole blocks that leave one token to compute."""
-        assert read.pinned is not None and read.pinned.blocks is not None
+        """Verified tokens that may be READ: of a conversation, whole blocks that leave a token to compute."""
+        blocks = read.pinned.blocks if read.pinned is not None else None
+        if blocks is None:
+            return 0
         if read.verified_tokens < 0:
-            blocks = read.pinned.blocks
             prompt_tokens = turn.request.num_prompt_tokens
             turn.chain = self._chain_of(turn, prompt_tokens)
             held = BlockChain(self._block_size, blocks.digests, blocks.tokens, blocks.tail_digest)
@@ -288,6 +301,14 @@ class SchedulerHalf:
                 verified = min(verified, whole)
             self._reads.verify(read, held, turn.chain, verified)
         return read.verified_tokens
+
+    def _has_our_layout(self, read: Read) -> bool:
+        """Whether the holder's KV lies as ours does; settles the READ when it does not."""
+        if read.pinned is not None and read.pinned.layout_hash == self._facts.layout.layout_hash:
+            return True
+        self._reads.count("layout_mismatches")
+        self._reads.settle(read, "mismatch")
+        return False
 
     def _why_not(self, turn: Turn, read: Read, tokens: int) -> str:
         if tokens > 0:
@@ -368,7 +389,9 @@ class SchedulerHalf:
         if not self._holder.grant(grant, keep.duration_s):
             return False
         offer = self._holder.offer(grant.lease_id, self._facts.layout)
-        if offer is not None and not self._service.send_offer(offer):
+        if offer is None:
+            return False
+        if not self._service.send_offer(offer):
             logger.warning("outbox full: the hold of a finished turn is given back")
             self._holder.end(grant.lease_id, LeaseEvent.EVICT)
             self._holder.give_back()
@@ -382,8 +405,8 @@ class SchedulerHalf:
 def _may_keep(request: "Request", keep: KeepOrder) -> bool:
     """Whether the way a request ended leaves KV worth keeping.
 
-    A stop string reaches the engine as an abort, so a decode leg that was aborted after its first token is kept
-    provisionally: only a router that saw the turn end well confirms it.
+    A stop string reaches the engine as an abort, so a decode leg that was aborted after its first token is
+    kept provisionally: only a router that saw the turn end well confirms it.
     """
     from vllm.v1.request import RequestStatus
 

@@ -1,7 +1,8 @@
 """The places of vLLM that the connector stands on, checked before the engine serves.
 
-vLLM's connector API is experimental. Rather than trusting a version number, the connector looks at the signatures it
-uses and refuses to start when one differs; `VERIFIED` names the versions whose behaviour was shown by tests.
+vLLM's connector API is experimental. Rather than trusting a version number, the connector looks at the
+signatures it uses and refuses to start when one differs; `VERIFIED` names the versions whose behaviour was shown
+by tests.
 """
 
 import inspect
@@ -35,14 +36,15 @@ _POOL_PARAMETERS: dict[str, tuple[str, ...]] = {
 _WORKER_ATTRIBUTES = (
     "_recving_metadata",
     "_recving_transfers",
-    "_ready_requests",
     "_failed_recv_reqs",
     "_remote_agents",
+    "_cleanup_remote_engine",
+    "_read_blocks_for_req",
     "nixl_wrapper",
 )
 
 
-class UnsupportedEngine(RuntimeError):
+class UnsupportedEngineError(RuntimeError):
     """This vLLM differs from what the connector was written for; nothing was started."""
 
 
@@ -50,14 +52,14 @@ def check_connector(connector_class: type, pool_class: type, version: str) -> No
     """Compares the signatures in use with those the connector was written for.
 
     Raises:
-        UnsupportedEngine: one differs or is missing; the message lists all of them.
+        UnsupportedEngineError: one differs or is missing; the message lists all of them.
     """
     differences = [
         *_differences(connector_class, _PARAMETERS),
         *_differences(pool_class, _POOL_PARAMETERS),
     ]
     if differences:
-        raise UnsupportedEngine(
+        raise UnsupportedEngineError(
             f"kvlease cannot run in vLLM {version}: {'; '.join(differences)}. "
             f"Versions shown to work: {', '.join(VERIFIED)}"
         )
@@ -67,11 +69,11 @@ def check_worker(worker: object, version: str) -> None:
     """Looks for the attributes of vLLM's NIXL worker that quarantine needs.
 
     Raises:
-        UnsupportedEngine: one is missing.
+        UnsupportedEngineError: one is missing.
     """
     missing = [name for name in _WORKER_ATTRIBUTES if not hasattr(worker, name)]
     if missing:
-        raise UnsupportedEngine(
+        raise UnsupportedEngineError(
             f"kvlease cannot run in vLLM {version}: its NIXL worker has no {', '.join(missing)}. "
             f"Versions shown to work: {', '.join(VERIFIED)}"
         )

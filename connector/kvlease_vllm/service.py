@@ -6,13 +6,15 @@ Runs on the link's thread, but for the `send_*` methods, which any thread may ca
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvlease.core.attachment import EngineFacts, LeaseOffer
+from kvlease.core.errors import InvalidArgument
 from kvlease.core.holding import HoldEvent, PinAsk
-from kvlease.core.lease import LeaseEvent
+from kvlease.core.lease import LeaseEvent, MissReason
 from kvlease.core.records import Pinned, PinOutcome
 from kvlease.core.turn import ReadOrder
-from kvlease.v1 import connector_pb2
+from kvlease.v1 import connector_pb2, lease_pb2
 from kvlease.wire.engines import events_to_wire, hello_to_wire, misses_to_wire, offer_to_wire
 from kvlease.wire.leases import outcome_from_wire, outcome_to_wire, pin_from_wire, pin_to_wire
 from kvlease.wire.values import duration_from_wire, holder_to_wire, miss_to_wire
@@ -20,9 +22,19 @@ from kvlease_vllm.holder import BlockHolder
 from kvlease_vllm.link import SidecarLink
 from kvlease_vllm.reader import Reads
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvlease.service")
 
 Request = connector_pb2.AttachRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the service answers from."""
+
+    facts: EngineFacts
+    holder: BlockHolder
+    reads: Reads
+    counters: Callable[[], Counter[str]]
 
 
 class SidecarService:
@@ -30,36 +42,44 @@ class SidecarService:
 
     def __init__(self, socket_dir: str, outbox_max: int) -> None:
         self._link = SidecarLink(socket_dir, self, outbox_max)
-        self._holder: BlockHolder | None = None
-        self._reads: Reads | None = None
-        self._facts: EngineFacts | None = None
-        self._counters: Callable[[], Counter[str]] = Counter
+        self._started: Engine | None = None
 
     def start(
         self, facts: EngineFacts, holder: BlockHolder, reads: Reads, counters: Callable[[], Counter[str]]
     ) -> None:
-        """Begins to attach; before this, every send is refused."""
-        self._facts, self._holder, self._reads, self._counters = facts, holder, reads, counters
+        """Begins to attach; before this, nothing is sent."""
+        self._started = Engine(facts, holder, reads, counters)
         self._link.start()
 
     def stop(self) -> None:
         """Ends the stream."""
-        if self._facts is not None:
+        if self._started is not None:
             self._link.stop()
 
-    # --- from the scheduler's half ----------------------------------------------------------------------------
+    @property
+    def _engine(self) -> Engine:
+        if self._started is None:
+            raise RuntimeError("the service answers after its start only")
+        return self._started
+
+    # --- from the scheduler's half ------------------------------------------------------------------
 
     def send_offer(self, offer: LeaseOffer) -> bool:
         """Offers a hold. False when the outbox is full; without a sidecar the next Hello says it."""
-        return self._link.send(Request(offer=offer_to_wire(offer))) or not self._link.is_attached
+        return self._link.send(Request(offer=offer_to_wire(offer)))
 
     def send_events(self, events: Sequence[HoldEvent]) -> None:
-        """Reports what happened to holds."""
-        if self._holder is not None:
-            self._link.send(Request(events=events_to_wire(self._holder.holder, events)))
+        """Reports what happened to holds; when the outbox is full, a new Hello says it instead."""
+        if self._started is None:
+            return
+        message = Request(events=events_to_wire(self._started.holder.holder, events))
+        if not self._link.send(message):
+            self._link.restart()
 
     def send_pin(self, call_id: int, ask: PinAsk, order: ReadOrder) -> bool:
-        """Asks for a pin on another engine; the answer comes to `Reads.answer`."""
+        """Asks for a pin on another engine; the answer comes to `Reads.answer`. False without a sidecar."""
+        if not self._link.is_attached:
+            return False
         pin = connector_pb2.RemotePin(
             call_id=call_id, pin=pin_to_wire(ask), sidecar_address=order.sidecar_address
         )
@@ -75,21 +95,19 @@ class SidecarService:
         )
         self._link.send(Request(remote_unpin=unpin))
 
-    # --- LinkHandler ------------------------------------------------------------------------------------------
+    # --- LinkHandler --------------------------------------------------------------------------------
 
     def hello(self) -> Request:
         """Who the engine is and all that it holds."""
-        assert self._facts is not None and self._holder is not None
-        holder, offers = self._holder.offers(self._facts.layout)
-        hello = hello_to_wire(self._facts, offers)
+        holder, offers = self._engine.holder.offers(self._engine.facts.layout)
+        hello = hello_to_wire(self._engine.facts, offers)
         hello.holder.CopyFrom(holder_to_wire(holder))
         return Request(hello=hello)
 
     def tick(self) -> None:
         """Applies deadlines and asks again for read parts, off the scheduler's thread."""
-        assert self._holder is not None and self._reads is not None
-        self._holder.gauges()
-        self._reads.ask_again()
+        self._engine.holder.advance()
+        self._engine.reads.ask_again()
 
     def receive(self, message: connector_pb2.AttachResponse) -> None:
         """Handles one message of the sidecar."""
@@ -97,7 +115,12 @@ class SidecarService:
         if kind is None:
             return
         handle: Callable[[connector_pb2.AttachResponse], Request | None] = getattr(self, f"_on_{kind}")
-        reply = handle(message)
+        try:
+            reply = handle(message)
+        except InvalidArgument as error:
+            # One wrong question must not break the stream: that would lose every lease of the engine.
+            logger.warning("wrong message of the sidecar (%s): %s", kind, error)
+            return
         if reply is not None:
             self._link.send(reply)
 
@@ -106,25 +129,33 @@ class SidecarService:
             logger.error("the sidecar refuses this engine: %s", message.hello.refusal)
 
     def _on_pin(self, message: connector_pb2.AttachResponse) -> Request:
-        assert self._holder is not None and self._facts is not None
-        ask, _ = pin_from_wire(message.pin.pin)
-        outcome = self._holder.pin(ask)
+        outcome = self._pin(message.pin.pin)
         if isinstance(outcome, Pinned):
-            layout = self._facts.layout
+            layout = self._engine.facts.layout
             outcome = Pinned(
-                outcome.holder, outcome.tokens, layout.layout_hash, outcome.blocks, self._facts.location
+                outcome.holder,
+                outcome.tokens,
+                layout.layout_hash,
+                outcome.blocks,
+                self._engine.facts.location,
             )
         reply = connector_pb2.PinReply(call_id=message.pin.call_id, result=outcome_to_wire(outcome))
         return Request(pin_reply=reply)
 
+    def _pin(self, message: lease_pb2.PinRequestSpec) -> PinOutcome:
+        try:
+            ask, _ = pin_from_wire(message)
+            return self._engine.holder.pin(ask)
+        except InvalidArgument as error:
+            logger.warning("wrong question for a pin: %s", error)
+            return MissReason.UNKNOWN
+
     def _on_unpin(self, message: connector_pb2.AttachResponse) -> None:
-        assert self._holder is not None
-        self._holder.unpin(message.unpin.lease_id, message.unpin.pin_id)
+        self._engine.holder.unpin(message.unpin.lease_id, message.unpin.pin_id)
 
     def _on_renew(self, message: connector_pb2.AttachResponse) -> Request:
-        assert self._holder is not None
         renew = message.renew
-        misses = self._holder.renew(
+        misses = self._engine.holder.renew(
             renew.lease_ids,
             duration_from_wire(renew.duration),
             renew.pin_ids,
@@ -134,27 +165,23 @@ class SidecarService:
         return Request(renew_reply=reply)
 
     def _on_release(self, message: connector_pb2.AttachResponse) -> Request:
-        assert self._holder is not None
         release = message.release
         event = LeaseEvent.SUPERSEDE if release.superseded else LeaseEvent.RELEASE
-        miss = self._holder.end(release.lease_id, event)
+        miss = self._engine.holder.end(release.lease_id, event)
         return Request(
             release_reply=connector_pb2.ReleaseReply(call_id=release.call_id, miss=miss_to_wire(miss))
         )
 
     def _on_eviction_order(self, message: connector_pb2.AttachResponse) -> None:
-        assert self._holder is not None
-        self._holder.set_order(list(message.eviction_order.lease_ids))
+        self._engine.holder.set_order(list(message.eviction_order.lease_ids))
 
     def _on_remote_pin_reply(self, message: connector_pb2.AttachResponse) -> None:
-        assert self._reads is not None
         outcome: PinOutcome = outcome_from_wire(message.remote_pin_reply.result)
-        self._reads.answer(message.remote_pin_reply.call_id, outcome)
+        self._engine.reads.answer(message.remote_pin_reply.call_id, outcome)
 
     def _on_read_counters(self, message: connector_pb2.AttachResponse) -> Request:
-        assert self._holder is not None
-        gauges = self._holder.gauges()
-        counters = self._counters()
+        gauges = self._engine.holder.gauges()
+        counters = self._engine.counters()
         return Request(
             gauges=connector_pb2.HolderGauges(
                 call_id=message.read_counters.call_id,

@@ -13,7 +13,7 @@ class ConnectorSettings:
 
     Attributes:
         socket_dir: directory of the sidecar's unix socket; the connector waits for the socket to appear.
-        weights_version: the operator's version of the weights; it roots every digest, so change it with the weights.
+        weights_version: the operator's version of the weights; it roots every digest: change it with them.
         retention_budget: fraction of the engine's blocks that retained conversations may keep.
         reading_cap: fraction of the blocks that may be pinned at once; pinned blocks cannot be evicted.
         lifetime_max_s: a lease ends this long after its grant.
@@ -46,7 +46,8 @@ class ConnectorSettings:
                 raise InvalidArgument(f"kvlease.{name} is a number of seconds above 0, not {value}")
         if self.first_read_part_s < self.read_part_s:
             raise InvalidArgument(
-                f"kvlease.first_read_part_s ({self.first_read_part_s}) is at least read_part_s ({self.read_part_s})"
+                f"kvlease.first_read_part_s ({self.first_read_part_s}) must be at least "
+                f"read_part_s ({self.read_part_s})"
             )
         if self.recompute_threshold_tokens < 0 or self.outbox_max < 1:
             raise InvalidArgument("kvlease.recompute_threshold_tokens is at least 0, outbox_max at least 1")
@@ -60,7 +61,9 @@ class ConnectorSettings:
         """
         body = extra.get("kvlease")
         if not isinstance(body, Mapping) or not body.get("socket_dir"):
-            raise InvalidArgument("kv_connector_extra_config.kvlease.socket_dir must name the sidecar's directory")
+            raise InvalidArgument(
+                "kv_connector_extra_config.kvlease.socket_dir must name the sidecar's directory"
+            )
         known = {field.name for field in fields(ConnectorSettings)}
         unknown = sorted(set(body) - known)
         if unknown:

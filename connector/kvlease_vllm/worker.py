@@ -1,18 +1,38 @@
 """The worker half: quarantines READs that were given up, and reports them as failed.
 
-A one-sided READ cannot be stopped at the memory. What the scheduler half gives up is moved out of vLLM's tables, its
-handles are polled until they end, and only then are the destination blocks let go (by the scheduler half, which holds
-a reference on them). A READ that still waits for its handshake when it is given up is never posted.
+A one-sided READ cannot be stopped at the memory. What the scheduler half gives up is moved out of vLLM's tables,
+its handles are polled until they end, and only then are the destination blocks let go (by the scheduler half,
+which holds a reference on them). A READ that still waits for its handshake when it is given up is never posted,
+whenever the handshake ends.
 """
 
 import logging
+import queue
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from kvlease_vllm.metadata import GivenUp, KvleaseMetadata, KvleaseWorkerMetadata, WorkerOrders
+from kvlease_vllm.metadata import GivenUp, KvleaseMetadata, KvleaseWorkerMetadata
 from kvlease_vllm.notifications import drop_own_notifications
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvlease.worker")
+
+
+class CurrentFailures(queue.Queue[str]):
+    """vLLM's queue of requests whose handshake failed, without those that wait for no READ any more.
+
+    vLLM would look for what it no longer knows of them, and the engine would die.
+    """
+
+    def __init__(self, is_current: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._is_current = is_current
+
+    def get_nowait(self) -> str:
+        """The next request that still waits; raises `queue.Empty` when there is none."""
+        while not self._is_current(request_id := super().get_nowait()):
+            continue
+        return request_id
 
 
 class WorkerHalf:
@@ -25,20 +45,26 @@ class WorkerHalf:
         self._failed: dict[str, tuple[int, ...]] = {}
         self._boot_ids: dict[str, str] = {}
         self._notifications_wrapped = False
+        self._read = nixl_worker._read_blocks_for_req
+        nixl_worker._read_blocks_for_req = self._read_if_current
+        nixl_worker._failed_recv_reqs = CurrentFailures(lambda it: it in nixl_worker._recving_metadata)
 
     def before_load(self, metadata: object) -> None:
         """Applies this step's orders; call before vLLM starts the loads."""
         if not self._notifications_wrapped:
             drop_own_notifications(self._worker.nixl_wrapper)
             self._notifications_wrapped = True
-        orders = metadata.orders if isinstance(metadata, KvleaseMetadata) else WorkerOrders()
-        for engine_id, boot_id in orders.boot_ids.items():
-            self._forget_former_boot(engine_id, boot_id)
+        if not isinstance(metadata, KvleaseMetadata):
+            return
+        orders = metadata.orders
         for given_up in orders.given_up:
+            metadata.reqs_to_recv.pop(given_up.request_id, None)
             self._give_up(given_up)
+        for engine_id, boot_id in orders.boot_ids.items():
+            if not self._forget_former_boot(engine_id, boot_id):
+                self._fail_reads_of(engine_id, metadata)
         for refused in orders.refused:
             self._failed[refused.request_id] = refused.block_ids
-        self._drop_late_handshakes()
 
     def take_failed(self) -> dict[str, tuple[int, ...]]:
         """Requests to report as finished and failed in this step, with their destination blocks."""
@@ -70,21 +96,17 @@ class WorkerHalf:
         self._failed[request_id] = given_up.block_ids
         logger.warning("READ of request %s given up; its blocks are quarantined", request_id)
 
-    def _drop_late_handshakes(self) -> None:
-        """Takes out of vLLM's queue the READs whose request stopped waiting while they waited for a handshake."""
-        queue = self._worker._ready_requests
-        for _ in range(queue.qsize()):
-            request_id, meta = queue.get_nowait()
-            if self._worker._recving_metadata.get(request_id) is meta:
-                queue.put((request_id, meta))
+    def _read_if_current(self, request_id: str, meta: Any) -> None:
+        """vLLM's posting of a READ, but not for a request that stopped waiting during the handshake."""
+        if self._worker._recving_metadata.get(request_id) is meta:
+            self._read(request_id, meta)
 
-    def drop_late_failures(self) -> None:
-        """The same for handshakes that failed late; call before vLLM collects its results."""
-        queue = self._worker._failed_recv_reqs
-        for _ in range(queue.qsize()):
-            request_id = queue.get_nowait()
-            if request_id in self._worker._recving_metadata:
-                queue.put(request_id)
+    def _fail_reads_of(self, engine_id: str, metadata: KvleaseMetadata) -> None:
+        """Posts no READ of this step from an engine whose former boot is still being read."""
+        for request_id, meta in list(metadata.reqs_to_recv.items()):
+            if meta.remote is not None and meta.remote.engine_id == engine_id:
+                del metadata.reqs_to_recv[request_id]
+                self._failed[request_id] = tuple(meta.local_block_ids[0])
 
     def _release_if_ended(self, handle: int) -> bool:
         wrapper = self._worker.nixl_wrapper
@@ -98,15 +120,16 @@ class WorkerHalf:
             return False
         return True
 
-    def _forget_former_boot(self, engine_id: str, boot_id: str) -> None:
-        """Drops the NIXL agent of an engine that came back under the same id: its addresses are stale."""
-        known = self._boot_ids.get(engine_id)
+    def _forget_former_boot(self, engine_id: str, boot_id: str) -> bool:
+        """Drops the NIXL agent of an engine that came back under the same id: its addresses are stale.
+
+        False when that must wait, because READs from the former boot are in flight.
+        """
+        worker, known = self._worker, self._boot_ids.get(engine_id)
+        if known is not None and known != boot_id and engine_id in worker._remote_agents:
+            if any(meta.remote.engine_id == engine_id for meta in worker._recving_metadata.values()):
+                return False
+            logger.warning("engine %s has another boot id; shaking hands again", engine_id)
+            worker._cleanup_remote_engine(engine_id)
         self._boot_ids[engine_id] = boot_id
-        if known is None or known == boot_id or engine_id not in self._worker._remote_agents:
-            return
-        busy = any(meta.remote.engine_id == engine_id for meta in self._worker._recving_metadata.values())
-        if busy:
-            self._boot_ids[engine_id] = known
-            return
-        logger.warning("engine %s has another boot id; shaking hands again", engine_id)
-        self._worker._cleanup_remote_engine(engine_id)
+        return True
