@@ -289,3 +289,27 @@ async def test_a_registry_that_stops_sends_its_watchers_elsewhere_at_once(fleet:
     await asyncio.wait_for(server.stop(), 20)
     assert await watch.code() is grpc.StatusCode.UNAVAILABLE
     assert await session.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_silent_holder_delays_no_renewal_of_a_later_heartbeat_elsewhere(
+    fleet: Fleet, registry: registry_pb2_grpc.RegistryServiceStub
+) -> None:
+    sidecar = await fleet.sidecar()
+    connector = await fleet.connector(sidecar)
+    silent = await fleet.connector(sidecar, make_facts("decode-2"))
+    silent.silent = True
+    connector.grant(make_grant(1))
+    session = registry.RenewLeases()
+    first = beat(1, full=True)
+    first.engines.add(engine_id="decode-2", added_lease_ids=[7])
+    await session.write(first)
+    await session.write(beat(2, added_lease_ids=[1]))
+
+    async def confirmed() -> bool:
+        return await fleet.store.get_lease(1) is not None
+
+    await until(confirmed)
+    acks: list[Any] = [await session.read(), await session.read()]
+    assert [ack.sequence for ack in acks] == [1, 2]
+    assert [misses_from_wire(ack.misses) for ack in acks] == 2 * [{7: MissReason.UNREACHABLE}]
+    await session.done_writing()

@@ -7,7 +7,14 @@ import pytest
 
 from kvlease.core.errors import HolderUnreachable, QuotaExceeded
 from kvlease.core.lease import MissReason
-from kvlease.registry.renewals import EngineDelta, EngineIds, EngineRenewals, Heartbeat, RenewalSession
+from kvlease.registry.renewals import (
+    EngineDelta,
+    EngineIds,
+    EngineRenewals,
+    Heartbeat,
+    PendingBeat,
+    RenewalSession,
+)
 from kvlease.runtime.clock import LoopClock
 
 
@@ -38,6 +45,12 @@ def ids(*lease_ids: int, pins: tuple[str, ...] = ()) -> EngineIds:
     return EngineIds(dict.fromkeys(lease_ids), dict.fromkeys(pins))
 
 
+async def renew(
+    renewals: EngineRenewals, asked: EngineIds, duration_s: float = 20.0, *, urgent: bool = False
+) -> dict[int, MissReason]:
+    return await renewals.join("e", asked, duration_s, 30.0, urgent=urgent)
+
+
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -46,10 +59,10 @@ async def settle() -> None:
 async def test_what_comes_while_a_call_is_under_way_goes_as_one_union() -> None:
     holder = Holder()
     renewals = EngineRenewals(holder.renew, 0.0, LoopClock())
-    first = asyncio.create_task(renewals.renew("e", ids(1), 20.0, 30.0, urgent=False))
+    first = asyncio.create_task(renew(renewals, ids(1)))
     await settle()
-    second = asyncio.create_task(renewals.renew("e", ids(2, 3), 20.0, 30.0, urgent=False))
-    third = asyncio.create_task(renewals.renew("e", ids(3, 4, pins=("p",)), 25.0, 30.0, urgent=False))
+    second = asyncio.create_task(renew(renewals, ids(2, 3)))
+    third = asyncio.create_task(renew(renewals, ids(3, 4, pins=("p",)), 25.0))
     await settle()
     holder.open.set()
     await asyncio.gather(first, second, third)
@@ -60,18 +73,24 @@ async def test_each_session_hears_of_its_own_misses_only() -> None:
     holder = Holder()
     holder.open.set()
     renewals = EngineRenewals(holder.renew, 0.0, LoopClock())
-    answers = await asyncio.gather(
-        renewals.renew("e", ids(1, 100), 20.0, 30.0, urgent=False),
-        renewals.renew("e", ids(2, 101), 20.0, 30.0, urgent=False),
-    )
-    assert answers == [{100: MissReason.EXPIRED}, {101: MissReason.EXPIRED}]
+    beats = [
+        PendingBeat(
+            RenewalSession(10),
+            7,
+            ((frozenset(asked.lease_ids), renewals.join("e", asked, 20.0, 30.0, urgent=False)),),
+        )
+        for asked in (ids(1, 100), ids(2, 101))
+    ]
+    acks = [await beat.ack() for beat in beats]
+    assert [ack.misses for ack in acks] == [{100: MissReason.EXPIRED}, {101: MissReason.EXPIRED}]
+    assert len(holder.calls) == 1
 
 
 async def test_an_unreachable_holder_is_a_miss_of_every_lease_asked_for() -> None:
     holder = Holder(reachable=False)
     holder.open.set()
     renewals = EngineRenewals(holder.renew, 0.0, LoopClock())
-    misses = await renewals.renew("e", ids(1, 2), 20.0, 30.0, urgent=False)
+    misses = await renew(renewals, ids(1, 2))
     assert misses == {1: MissReason.UNREACHABLE, 2: MissReason.UNREACHABLE}
 
 
@@ -79,11 +98,11 @@ async def test_an_urgent_renewal_does_not_wait_for_the_spacing() -> None:
     holder = Holder()
     holder.open.set()
     renewals = EngineRenewals(holder.renew, 3600.0, LoopClock())
-    await renewals.renew("e", ids(1), 20.0, 30.0, urgent=False)
-    waiting = asyncio.create_task(renewals.renew("e", ids(2), 20.0, 30.0, urgent=False))
+    await renew(renewals, ids(1))
+    waiting = asyncio.create_task(renew(renewals, ids(2)))
     await settle()
     assert len(holder.calls) == 1
-    await renewals.renew("e", ids(3), 20.0, 30.0, urgent=True)
+    await renew(renewals, ids(3), urgent=True)
     await waiting
     assert holder.calls[1][0] == [2, 3]
 
@@ -91,7 +110,7 @@ async def test_an_urgent_renewal_does_not_wait_for_the_spacing() -> None:
 async def test_closing_leaves_no_call_behind() -> None:
     holder = Holder()
     renewals = EngineRenewals(holder.renew, 0.0, LoopClock())
-    waiting = asyncio.create_task(renewals.renew("e", ids(1), 20.0, 30.0, urgent=False))
+    waiting = asyncio.create_task(renew(renewals, ids(1)))
     await settle()
     await renewals.close()
     with pytest.raises(asyncio.CancelledError):

@@ -13,13 +13,10 @@ from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, LeaseRecord, PinOutcome
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.ports import SidecarTransport
-from kvlease.registry.renewals import EngineRenewals, Heartbeat, HeartbeatAck, RenewalSession
+from kvlease.registry.renewals import EngineRenewals, Heartbeat, PendingBeat, RenewalSession
 from kvlease.store.port import Batch, Store
 
 Result = TypeVar("Result")
-
-_LASTING = frozenset(MissReason) - {MissReason.UNREACHABLE, MissReason.UNKNOWN, MissReason.READING_CAP}
-"""Misses after which a renewal is of no more use; an unknown lease may still be offered."""
 
 
 class Registry:
@@ -111,32 +108,33 @@ class Registry:
         """A session of heartbeats, for one stream."""
         return RenewalSession(self._config.session_ids_max)
 
-    async def renew(self, session: RenewalSession, beat: Heartbeat) -> HeartbeatAck:
-        """Takes a heartbeat in and renews all that its session keeps alive. Answers when the holders have.
+    def renew(self, session: RenewalSession, beat: Heartbeat) -> PendingBeat:
+        """Takes a heartbeat in and sends all that its session keeps alive on its way; never waits.
+
+        So a holder that does not answer delays acks, but no renewal of a later heartbeat at another holder.
 
         Raises:
             InvalidArgument: a duration that renews nothing.
             QuotaExceeded: the session keeps more alive than it may.
         """
         if not session.apply(beat):
-            return HeartbeatAck(0, resync=True)
+            return PendingBeat(session, beat.sequence, resync=True)
         engines = session.engines()
         if any(ids.lease_ids for ids in engines.values()) and beat.duration_s <= 0:
             raise InvalidArgument("leases are renewed for a duration above 0 s")
         if any(ids.pin_ids for ids in engines.values()) and beat.reservation_s <= 0:
             raise InvalidArgument("pins are renewed for a reservation above 0 s")
         urgent = {delta.engine_id for delta in beat.engines if delta.added_lease_ids or delta.added_pin_ids}
-        answers = await asyncio.gather(
-            *(
-                self._renewals.renew(
+        answers = tuple(
+            (
+                frozenset(ids.lease_ids),
+                self._renewals.join(
                     engine_id, ids, beat.duration_s, beat.reservation_s, urgent=engine_id in urgent
-                )
-                for engine_id, ids in engines.items()
+                ),
             )
+            for engine_id, ids in engines.items()
         )
-        misses = {lease_id: miss for answer in answers for lease_id, miss in answer.items()}
-        session.drop_leases(lease_id for lease_id, miss in misses.items() if miss in _LASTING)
-        return HeartbeatAck(beat.sequence, misses)
+        return PendingBeat(session, beat.sequence, answers)
 
     async def close(self) -> None:
         """Ends the calls that are under way."""

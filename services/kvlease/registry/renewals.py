@@ -13,6 +13,9 @@ from kvlease.core.clock import Clock
 from kvlease.core.errors import KvleaseError, QuotaExceeded
 from kvlease.core.lease import MissReason
 
+_LASTING = frozenset(MissReason) - {MissReason.UNREACHABLE, MissReason.UNKNOWN}
+"""Misses after which a renewal is of no more use; an unknown lease may still be offered."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineDelta:
@@ -122,6 +125,29 @@ RenewEngine = Callable[[str, list[int], float, list[str], float], Awaitable[dict
 """Renews at one engine: its id, lease ids, their duration in seconds, pin ids, their reservation."""
 
 
+@dataclass(frozen=True, slots=True)
+class PendingBeat:
+    """A heartbeat on its way to the holders.
+
+    Attributes:
+        answers: per engine, the leases that this heartbeat named, and the misses of the call that carries them.
+    """
+
+    session: RenewalSession
+    sequence: int
+    answers: tuple[tuple[frozenset[int], "asyncio.Future[dict[int, MissReason]]"], ...] = ()
+    resync: bool = False
+
+    async def ack(self) -> HeartbeatAck:
+        """What became of it, once every holder has answered or was given up."""
+        misses: dict[int, MissReason] = {}
+        for asked, answer in self.answers:
+            missed = await asyncio.shield(answer)
+            misses |= {lease_id: miss for lease_id, miss in missed.items() if lease_id in asked}
+        self.session.drop_leases(lease_id for lease_id, miss in misses.items() if miss in _LASTING)
+        return HeartbeatAck(0 if self.resync else self.sequence, misses, self.resync)
+
+
 @dataclass(slots=True)
 class _Batch:
     """What waits for the next call to one engine; the longest duration asked for counts."""
@@ -149,10 +175,10 @@ class EngineRenewals:
         self._not_before_s: dict[str, float] = {}
         self._owners: dict[str, asyncio.Task[None]] = {}
 
-    async def renew(
+    def join(
         self, engine_id: str, ids: EngineIds, duration_s: float, reservation_s: float, *, urgent: bool
-    ) -> dict[int, MissReason]:
-        """Renews at one engine, together with what others ask. The misses among `ids`."""
+    ) -> "asyncio.Future[dict[int, MissReason]]":
+        """Adds to the next call to an engine. The misses of that call, those of others among them."""
         batch = self._waiting.get(engine_id)
         if batch is None:
             batch = self._waiting[engine_id] = _Batch(asyncio.get_running_loop().create_future())
@@ -166,9 +192,7 @@ class EngineRenewals:
             self._owners[engine_id] = asyncio.create_task(
                 self._serve(engine_id), name=f"renewals of {engine_id}"
             )
-        asked = set(ids.lease_ids)
-        misses = await asyncio.shield(batch.done)
-        return {lease_id: miss for lease_id, miss in misses.items() if lease_id in asked}
+        return batch.done
 
     async def close(self) -> None:
         """Ends every call that is under way; whoever waits for one is cancelled."""

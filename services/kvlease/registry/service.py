@@ -10,7 +10,7 @@ import grpc
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.lease import MissReason
 from kvlease.registry.registry import Registry
-from kvlease.registry.renewals import EngineDelta, Heartbeat
+from kvlease.registry.renewals import EngineDelta, Heartbeat, PendingBeat
 from kvlease.store.port import Batch, Change, Item
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 from kvlease.wire.engines import engine_to_wire, misses_to_wire
@@ -25,6 +25,9 @@ from kvlease.wire.values import (
 
 CHANGES_MAX = 1000
 """Changes of one watch message; the end of an engine changes all its leases at once."""
+
+BEATS_MAX = 16
+"""Heartbeats of one stream whose holders have not answered; past that the next ones are not read yet."""
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -109,16 +112,18 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def RenewLeases(
         self, request_iterator: AsyncIterator[registry_pb2.RenewLeasesRequest], context: Any
     ) -> None:
-        """Heartbeats of one router, each answered in turn when its holders have answered."""
+        """Heartbeats of one router, answered in turn, each when its holders have answered."""
         session = self._registry.open_session()
+        pending: asyncio.Queue[PendingBeat | None] = asyncio.Queue(BEATS_MAX)
         async with self._stream(context):
-            async for request in request_iterator:
-                ack = await self._registry.renew(session, _heartbeat(request))
-                await context.write(
-                    registry_pb2.RenewLeasesResponse(
-                        sequence=ack.sequence, misses=misses_to_wire(ack.misses), resync=ack.resync
-                    )
-                )
+            writer = asyncio.create_task(_write_acks(pending, context))
+            try:
+                async for request in request_iterator:
+                    await pending.put(self._registry.renew(session, _heartbeat(request)))
+                await pending.put(None)
+                await writer
+            finally:
+                writer.cancel()
 
     async def ReleaseLease(
         self, request: registry_pb2.ReleaseLeaseRequest, context: Any
@@ -144,6 +149,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the registry stops")
         finally:
             self._streams.discard(task)
+
+
+async def _write_acks(pending: "asyncio.Queue[PendingBeat | None]", context: Any) -> None:
+    while (beat := await pending.get()) is not None:
+        ack = await beat.ack()
+        await context.write(
+            registry_pb2.RenewLeasesResponse(
+                sequence=ack.sequence, misses=misses_to_wire(ack.misses), resync=ack.resync
+            )
+        )
 
 
 def _parts(batch: Batch[Item]) -> Iterator[tuple[bool, tuple[Change[Item], ...]]]:
