@@ -132,6 +132,11 @@ class ConversationTable:
     def __len__(self) -> int:
         return len(self._conversations)
 
+    @property
+    def recorded_leases(self) -> int:
+        """Leases that the registry's watch told of, those of other routers among them."""
+        return len(self._records)
+
     def find(self, tenant: str, conversation_id: str) -> Conversation | None:
         """A conversation by its id."""
         return self._conversations.get(conversation_key(tenant, conversation_id))

@@ -135,7 +135,11 @@ class Front:
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         counts = {role.value: len(self._services.engines.all(role)) for role in EngineRole}
         able = counts[EngineRole.DECODE.value] > 0
-        body = {"status": "ok" if able else "no decode engine is registered", "engines": counts}
+        body = {
+            "status": "ok" if able else "no decode engine is registered",
+            "engines": counts,
+            "recorded_leases": self._services.conversations.recorded_leases,
+        }
         return _json(body, 200 if able else 503)
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,134 @@
+"""Events of a stream: split anywhere, read, cleaned."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlease.router.ports import LegError
+from kvlease.router.sse import EVENT_BYTES_MAX, EventSplitter, ReplyReader, StreamCleaner
+
+
+def event(chunk: object) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def choice(index: int = 0, finish: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish}
+
+
+EVENTS = [b"data: a\n\n", b": ping\r\n\r\n", b"event: x\ndata: b\rdata: c\r\r", b"\n\n", b"data: [DONE]\n\n"]
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=8), st.data())
+def test_events_come_out_whole_however_the_bytes_were_split(events: list[bytes], data: st.DataObject) -> None:
+    text = b"".join(events)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    splitter = EventSplitter()
+    got: list[bytes] = []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        got += splitter.feed(text[start:end])
+    assert got == events
+    assert splitter.rest == b""
+
+
+def test_the_beginning_of_an_event_waits_for_its_end() -> None:
+    splitter = EventSplitter()
+    assert splitter.feed(b"data: a\n") == []
+    assert splitter.rest == b"data: a\n"
+    assert splitter.feed(b"\n") == [b"data: a\n\n"]
+
+
+def test_an_endless_event_breaks_the_stream() -> None:
+    splitter = EventSplitter()
+    for _ in range(EVENT_BYTES_MAX // (1 << 20)):
+        splitter.feed(b"x" * (1 << 20))
+    with pytest.raises(LegError):
+        splitter.feed(b"x")
+
+
+def test_a_reply_is_put_together_from_its_deltas() -> None:
+    reader = ReplyReader(choices=1)
+    calls = [
+        {"index": 0, "id": "call", "function": {"name": "f", "arguments": None}},
+        {"index": 0, "function": {"arguments": '{"a"'}},
+        {"index": 1, "id": "other", "function": {"name": "g", "arguments": ""}},
+        {"index": 0, "function": {"arguments": ": 1}"}},
+    ]
+    reader.read({"choices": [choice(role="assistant", content=None)]})
+    reader.read({"choices": [choice(content="a")]})
+    reader.read({"choices": [choice(index=1, content="another choice")]})
+    for call in calls:
+        reader.read({"choices": [choice(tool_calls=[call])]})
+    reader.read({"choices": [choice(finish="tool_calls", content="b")]})
+    reply = reader.reply()
+    assert reply.text == "ab"
+    assert [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in reply.tool_calls] == [
+        ("call", "f", '{"a": 1}'),
+        ("other", "g", ""),
+    ]
+    assert reader.finished_well
+
+
+def test_a_turn_has_ended_well_when_every_choice_has() -> None:
+    reader = ReplyReader(choices=2)
+    reader.read({"choices": [choice(finish="stop")]})
+    assert not reader.finished_well
+    reader.read({"choices": [choice(index=1, finish="length")]})
+    assert reader.finished_well
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": [choice(finish="error")]},
+        {"choices": [choice(finish="abort")]},
+        {"choices": [choice(finish="stop")], "error": {"message": "x"}},
+        {},
+        {"choices": None},
+        {"choices": [None]},
+        {"choices": [{"index": "x", "delta": 1}]},
+    ],
+)
+def test_anything_else_is_no_good_end(chunk: dict[str, Any]) -> None:
+    reader = ReplyReader(choices=1)
+    reader.read(chunk)
+    assert not reader.finished_well
+
+
+def test_events_that_hold_nothing_of_ours_pass_byte_by_byte() -> None:
+    cleaner = StreamCleaner(ReplyReader(1), hide_usage=True)
+    for raw in (b": comment\n\n", b"data:  {no json\n\n", b"data: 1\n\n", b'data:{"a": 1}\r\n\r\n', b"\n\n"):
+        assert cleaner.take(raw).data == raw
+
+
+def test_the_end_of_a_stream_is_seen_however_it_is_written() -> None:
+    cleaner = StreamCleaner(ReplyReader(1), hide_usage=True)
+    for raw in (b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n"):
+        assert cleaner.take(raw).done
+
+
+def test_parameters_are_cut_out_of_an_event_and_its_other_lines_stay() -> None:
+    cleaner = StreamCleaner(ReplyReader(1), hide_usage=False)
+    raw = b"event: x\nid: 7\ndata: " + json.dumps({"a": "é", "kv_transfer_params": {}}).encode() + b"\n\n"
+    assert cleaner.take(raw).data == 'event: x\nid: 7\ndata: {"a":"é"}\n\n'.encode()
+
+
+def test_usage_nobody_asked_for_is_cut_out_and_counted() -> None:
+    reader = ReplyReader(1)
+    cleaner = StreamCleaner(reader, hide_usage=True)
+    assert cleaner.take(event({"choices": [choice(content="x")], "usage": None})).data == (
+        b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
+    )
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    assert cleaner.take(event({"choices": [], "usage": usage})).data == b""
+    counts = reader.usage
+    assert (counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens) == (3, 2, 1)
+
+
+def test_usage_that_was_asked_for_passes() -> None:
+    cleaner = StreamCleaner(ReplyReader(1), hide_usage=False)
+    raw = event({"choices": [], "usage": {"prompt_tokens": 3}})
+    assert cleaner.take(raw).data == raw
