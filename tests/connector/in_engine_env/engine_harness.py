@@ -12,11 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kvlease_vllm.scheduler as connector_scheduler
 import pytest
 import torch
-from kvlease_vllm.connector import KvleaseConnector
-from kvlease_vllm.worker import WorkerHalf
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -29,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+import kvlease_vllm.scheduler as connector_scheduler
 from kvlease.core.holding import Grant, Hold, HoldEvent, PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, MissReason
@@ -36,6 +34,8 @@ from kvlease.core.records import BlockList, KvLocation, Pinned, PinOutcome
 from kvlease.core.turn import KeepOrder, ReadOrder, TurnParams
 from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.testing.clock import ManualClock
+from kvlease_vllm.connector import KvleaseConnector
+from kvlease_vllm.worker import WorkerHalf
 
 BLOCK = 16
 TENANT = "ab" * 16
