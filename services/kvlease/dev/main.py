@@ -22,6 +22,7 @@ from kvlease.dev.engine_env import EngineEnvironmentError, ensure_engine_environ
 from kvlease.dev.engine_process import BLOCK_TOKENS, EngineProcess, EngineProcessError, EngineSpec
 from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.report import turn_table
+from kvlease.dev.sim_process import SimEngineSpec
 from kvlease.dev.stack import Engine, EngineSeat, MakeEngine, Stack, StackError, StackPlan
 from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.runtime.logging import LogFormat, configure_logging
@@ -136,7 +137,7 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
         EngineEnvironmentError: real vLLM cannot be installed here.
     """
     if arguments.engine == "sim":
-        raise StackError("the simulated engine has no process yet")
+        return _simulated_engine
     python = ensure_engine_environment(progress)
     model = arguments.model or ensure_tiny_model()
 
@@ -158,6 +159,21 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
         )
 
     return make
+
+
+def _simulated_engine(seat: EngineSeat) -> Engine:
+    return EngineProcess(
+        SimEngineSpec(
+            role=ProcessRole(seat.role.value),
+            python=Path(sys.executable),
+            model=Path(SERVED_MODEL),
+            log_file=seat.log_file,
+            port=seat.port,
+            side_channel_port=seat.side_channel_port,
+            socket_dir=seat.socket_dir,
+            served_model_name=SERVED_MODEL,
+        )
+    )
 
 
 def _print_result(result: CheckResult, output: str) -> None:
