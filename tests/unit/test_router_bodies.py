@@ -93,6 +93,13 @@ def test_the_prefill_body_computes_one_token(field: str, value: object, expected
     assert body["max_tokens"] == 1
 
 
+def test_a_stop_string_does_not_end_the_prefill_leg() -> None:
+    request = parsed(messages=MESSAGES, stop=["a"], stop_token_ids=[1])
+    body = json.loads(prefill_body(request, PARAMS))
+    assert "stop" not in body
+    assert json.loads(decode_body(request, PARAMS))["stop"] == ["a"]
+
+
 def test_completions_get_no_field_of_the_chat_api() -> None:
     body = json.loads(prefill_body(parsed(Api.COMPLETIONS, prompt="x", best_of=3, echo=True), PARAMS))
     assert set(body) == {"model", "prompt", "cache_salt", "stream", "max_tokens", "kv_transfer_params"}

@@ -23,6 +23,8 @@ CONTENT_FIELDS = frozenset({"messages", "prompt", "tools", "functions", "respons
 
 PREFILL_DROPPED = (
     "stream_options",
+    "stop",  # ends the one token's request as an abort, which hands nothing over
+    "include_stop_str_in_output",
     "best_of",
     "use_beam_search",
     "logprobs",

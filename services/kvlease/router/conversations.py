@@ -377,7 +377,8 @@ class ConversationTable:
     def _trim(self) -> None:
         """Forgets the conversations used longest ago; what they hold expires by itself."""
         while len(self._conversations) > self._conversations_max:
-            key, oldest = next(iter(self._conversations.items()))
-            if oldest.open_turns:
+            idle = (key for key, conversation in self._conversations.items() if not conversation.open_turns)
+            oldest = next(idle, None)
+            if oldest is None:
                 return
-            del self._conversations[key]
+            del self._conversations[oldest]

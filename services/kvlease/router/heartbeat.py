@@ -24,6 +24,7 @@ class Heartbeat:
         self._clock = clock
         self._interval_s = interval_s
         self._woken = asyncio.Event()
+        self._broken = False
 
     def wake(self) -> None:
         """A lease waits for its confirmation: the next beat goes out at once."""
@@ -36,7 +37,9 @@ class Heartbeat:
                 async with self._registry.renew() as stream:
                     await self._converse(stream)
             except KvleaseError as error:
-                log.warning("heartbeat stream broke", extra={"error": type(error).__name__})
+                if not self._broken:
+                    log.warning("heartbeat stream broke", extra={"error": type(error).__name__})
+                self._broken = True
             self._table.resync()
             await asyncio.sleep(RECONNECT_S)
 
@@ -65,6 +68,7 @@ class Heartbeat:
 
     async def _receive(self, stream: RenewalStream) -> None:
         async for ack in stream.acks():
+            self._broken = False
             if ack.resync:
                 self._table.resync()
                 self._woken.set()

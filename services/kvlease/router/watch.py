@@ -22,11 +22,15 @@ async def follow(
     apply: Callable[[Batch[Item]], None],
 ) -> None:
     """Applies every batch until cancelled; while the registry is away, what is known stays."""
+    told = False
     while True:
         try:
             async with watch() as batches:
                 async for batch in batches:
+                    told = False
                     apply(batch)
         except KvleaseError as error:
-            log.warning("watch broke", extra={"watch": name, "error": type(error).__name__})
+            if not told:
+                log.warning("watch broke", extra={"watch": name, "error": type(error).__name__})
+            told = True
         await asyncio.sleep(RECONNECT_S)

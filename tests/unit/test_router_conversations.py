@@ -1,0 +1,230 @@
+"""The router's table of conversations: whose lease a turn may use, and what a turn leaves behind."""
+
+import json
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kvlease.core.conversation import Leaf, Reply, conversation_key, tenant_digest
+from kvlease.core.ids import Holder
+from kvlease.core.lease import LeaseKind, LeaseState, MissReason
+from kvlease.core.planning import LeaseSignal, PlanReason
+from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
+from kvlease.core.renewal import RenewalPolicy, RenewalTable
+from kvlease.router.bodies import Api, TurnRequest, parse_turn
+from kvlease.router.conversations import ConversationTable, OpenTurn
+from kvlease.router.engines import EngineTable
+from kvlease.store.port import Batch, Change
+from kvlease.testing.clock import ManualClock
+
+TENANT = tenant_digest("key")
+HOLDER = Holder("d", "boot", 1)
+ENGINE = Engine(HOLDER, EngineRole.DECODE, "m", "http://d", "s:1", KvLayout(16, "f", 1, 1, 1, "layout"))
+USER = {"role": "user", "content": "hello there"}
+NEXT = [USER, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "0123456789"}]
+
+
+class CountingRandom:
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    def lease_id(self) -> int:
+        return next(self._numbers)
+
+    def text_id(self) -> str:
+        return f"{next(self._numbers):032x}"
+
+
+def request(messages: list[dict[str, Any]], conversation_id: str = "", model: str = "m") -> TurnRequest:
+    body = {"model": model, "messages": messages, "conversation_id": conversation_id}
+    return parse_turn(Api.CHAT, json.dumps(body).encode(), TENANT)
+
+
+@dataclass
+class World:
+    clock: ManualClock = field(default_factory=ManualClock)
+    renewals: RenewalTable = field(default_factory=lambda: RenewalTable(RenewalPolicy()))
+    engines: EngineTable = field(init=False)
+    table: ConversationTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engines = EngineTable(self.clock, suspect_s=2.0)
+        self.engines.apply(Batch((Change(ENGINE),), snapshot=True))
+        self.table = ConversationTable(self.clock, self.renewals, self.engines, CountingRandom(), 3)
+
+    def finish(self, turn: OpenTurn, lease_id: int) -> None:
+        assert self.table.grant(turn, lease_id, HOLDER, Reply("fine")) is None
+        self.table.close(turn)
+
+    def signal(self, turn: OpenTurn) -> LeaseSignal | PlanReason:
+        return self.table.lease_signal(turn)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def first_turn(world: World, conversation_id: str = "c", lease_id: int = 7) -> OpenTurn:
+    turn = world.table.open(request([USER], conversation_id))
+    assert world.signal(turn) is PlanReason.FIRST_TURN
+    world.finish(turn, lease_id)
+    return turn
+
+
+def test_the_next_turn_may_use_the_lease_before_anyone_acked_it(world: World) -> None:
+    turn = first_turn(world)
+    world.table.learn(turn, 7, prompt_tokens=11, completion_tokens=2)
+    following = world.table.open(request(NEXT, "c"))
+    assert world.signal(following) == LeaseSignal("d", suffix_tokens=10, tokens=13)
+    assert following.supersedes == 7
+
+
+def test_an_edited_history_keeps_the_lease_but_has_no_suffix(world: World) -> None:
+    first_turn(world)
+    edited = world.table.open(request([{**USER, "content": "edited"}, *NEXT[1:]], "c"))
+    assert world.signal(edited) == LeaseSignal("d", suffix_tokens=None)
+
+
+def test_a_pending_lease_that_nobody_acked_expires(world: World) -> None:
+    first_turn(world)
+    world.clock.advance(6.0)
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_EXPIRED
+
+
+def test_another_model_uses_no_lease_of_the_conversation(world: World) -> None:
+    first_turn(world)
+    assert world.signal(world.table.open(request(NEXT, "c", "other"))) is PlanReason.MODEL_CHANGED
+
+
+@pytest.mark.parametrize("holder", [replace(HOLDER, boot_id="other"), replace(HOLDER, epoch=2)])
+def test_a_restart_or_a_reset_of_the_engine_loses_the_lease(world: World, holder: Holder) -> None:
+    first_turn(world)
+    world.engines.apply(Batch((Change(replace(ENGINE, holder=holder)),)))
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_LOST
+
+
+def test_a_record_that_is_gone_ends_the_lease(world: World) -> None:
+    first_turn(world)
+    record = lease_record(7, conversation_key(TENANT, "c"))
+    world.table.apply(Batch((Change(record, gone=True),)))
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_MISSING
+
+
+def test_a_record_absent_from_a_snapshot_proves_nothing(world: World) -> None:
+    first_turn(world)
+    world.table.apply(Batch((), snapshot=True))
+    assert isinstance(world.signal(world.table.open(request(NEXT, "c"))), LeaseSignal)
+
+
+def test_the_last_finished_of_two_turns_wins_and_the_other_lease_is_released(world: World) -> None:
+    first_turn(world)
+    one, two = world.table.open(request(NEXT, "c")), world.table.open(request(NEXT, "c"))
+    assert world.table.grant(one, 8, HOLDER, Reply("fine")) is None
+    left = world.table.grant(two, 9, HOLDER, Reply("fine"))
+    assert left is not None
+    assert left.lease_id == 8
+
+
+def test_a_lease_left_on_another_engine_is_released(world: World) -> None:
+    first_turn(world)
+    left = world.table.grant(world.table.open(request(NEXT, "c")), 8, Holder("e", "b", 1), Reply("fine"))
+    assert left is not None
+    assert (left.lease_id, left.holder) == (7, HOLDER)
+
+
+def test_without_ids_a_leaf_in_use_is_forked(world: World) -> None:
+    first_turn(world, "")
+    one, two = world.table.open(request(NEXT)), world.table.open(request(NEXT))
+    assert one.supersedes == 7
+    assert two.supersedes == 0
+    assert two.base == one.base
+    assert one.conversation is not two.conversation
+    assert world.signal(two) == world.signal(one)
+
+
+def test_without_ids_a_turn_that_failed_leaves_its_leaf_free(world: World) -> None:
+    first_turn(world, "")
+    world.table.close(world.table.open(request(NEXT)))
+    assert world.table.open(request(NEXT)).supersedes == 7
+
+
+def test_without_ids_the_next_turn_may_come_before_the_last_one_closed(world: World) -> None:
+    first = world.table.open(request([USER]))
+    world.table.grant(first, 7, HOLDER, Reply("fine"))
+    second = world.table.open(request(NEXT))
+    assert second.supersedes == 7
+    world.table.close(first)
+    assert world.table.open(request(NEXT)).supersedes == 0
+
+
+def lease_record(lease_id: int, key: bytes, chain_keys: tuple[int, ...] = ()) -> LeaseRecord:
+    return LeaseRecord(
+        lease_id,
+        LeaseKind.CONVERSATION,
+        LeaseState.HELD,
+        HOLDER,
+        TENANT,
+        key,
+        tokens=500,
+        model="m",
+        chain_keys=chain_keys,
+    )
+
+
+def test_a_conversation_of_another_router_is_found_by_its_id(world: World) -> None:
+    transcript = request([USER]).transcript
+    assert transcript is not None
+    record = lease_record(9, conversation_key(TENANT, "c"), transcript.keys)
+    world.table.apply(Batch((Change(record),), snapshot=True))
+    turn = world.table.open(request(NEXT, "c"))
+    assert turn.supersedes == 9
+    signal = world.signal(turn)
+    assert isinstance(signal, LeaseSignal)
+    assert (signal.tokens, signal.suffix_tokens) == (500, 4)
+
+
+def test_a_conversation_of_another_router_is_branched_when_it_has_no_id(world: World) -> None:
+    transcript = request([USER]).transcript
+    assert transcript is not None
+    record = lease_record(9, b"k", transcript.keys)
+    world.table.apply(Batch((Change(record),), snapshot=True))
+    turn = world.table.open(request(NEXT))
+    assert turn.base is not None
+    assert (turn.base.lease_id, turn.supersedes) == (9, 0)
+    assert world.signal(world.table.open(request([USER]))) is PlanReason.FIRST_TURN
+
+
+def test_another_tenants_record_is_not_adopted(world: World) -> None:
+    record = replace(lease_record(9, conversation_key(TENANT, "c")), tenant=tenant_digest("other"))
+    world.table.apply(Batch((Change(record),), snapshot=True))
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.FIRST_TURN
+
+
+def test_a_lease_that_another_router_superseded_gives_way_to_its_record(world: World) -> None:
+    first_turn(world)
+    world.renewals.lose(7, MissReason.RELEASED)
+    world.table.apply(Batch((Change(lease_record(9, conversation_key(TENANT, "c"))),)))
+    assert world.table.open(request(NEXT, "c")).supersedes == 9
+
+
+def test_the_least_recent_conversation_is_forgotten_at_the_bound(world: World) -> None:
+    for name in ("a", "b", "c", "a", "d"):
+        world.table.close(world.table.open(request([USER], name)))
+    assert len(world.table) == 3
+    assert [world.table.find(TENANT, name) is not None for name in "abcd"] == [True, False, True, True]
+
+
+def test_a_conversation_with_a_turn_in_flight_is_not_forgotten(world: World) -> None:
+    world.table.open(request([USER], "a"))
+    for name in "bcde":
+        world.table.close(world.table.open(request([USER], name)))
+    assert world.table.find(TENANT, "a") is not None
+
+
+def test_an_unknown_leaf_is_extended_by_nothing() -> None:
+    transcript = request(NEXT).transcript
+    assert transcript is not None
+    assert transcript.suffix_bytes(Leaf((123,))) is None
