@@ -151,6 +151,16 @@ async def test_a_late_record_of_a_superseded_turn_changes_nothing(store: Store) 
     assert [record.lease_id for record in await store.list_leases()] == [2]
 
 
+async def test_a_turn_that_comes_late_by_several_supersedes_nothing(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    for lease_id in (1, 2, 3, 4):
+        await session.record_lease(lease(lease_id), lease_id - 1)
+    assert (await session.record_lease(lease(2), 1)).generation == 0
+    again = await session.record_lease(lease(4), 3)
+    assert (again.generation > 0, again.superseded) == (True, None)
+    assert [record.lease_id for record in await store.list_leases()] == [4]
+
+
 async def test_conversations_of_two_tenants_never_meet(store: Store) -> None:
     session = await store.open_session(engine(), LONG_S)
     await session.record_lease(lease(1, b"c", tenant="a"), 0)

@@ -1,6 +1,7 @@
 """A sidecar between a connector on its unix socket, other sidecars and a store."""
 
 import asyncio
+import socket
 import stat
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from kvlease.core.records import EngineRole, Pinned
 from kvlease.runtime.sidecars import GrpcSidecars
 from kvlease.sidecar.server import SidecarServer
 from kvlease.testing.connector import ConnectorRefused, FakeConnector
+from kvlease.v1 import connector_pb2, connector_pb2_grpc
+from kvlease.wire.engines import hello_to_wire
 
 from .conftest import TENANT, Fleet, make_ask, make_facts, make_grant, until
 
@@ -341,3 +344,51 @@ async def test_a_sidecar_that_stops_ends_the_streams_and_the_sessions_of_its_eng
     await asyncio.wait_for(sidecar.stop(), 20)
     assert await fleet.store.list_engines() == ()
     await asyncio.wait_for(connector.ended(), 20)
+
+
+async def first_answer(
+    fleet: Fleet, sidecar: SidecarServer, *requests: connector_pb2.AttachRequest
+) -> connector_pb2.AttachResponse:
+    stub = connector_pb2_grpc.ConnectorServiceStub(await fleet.channel(f"unix:{sidecar.socket_path}"))
+    call = stub.Attach()
+    for request in requests:
+        await call.write(request)
+    response = await asyncio.wait_for(call.read(), 20)
+    assert isinstance(response, connector_pb2.AttachResponse)
+    return response
+
+
+async def test_a_stream_that_does_not_begin_with_a_hello_is_refused(fleet: Fleet) -> None:
+    request = connector_pb2.AttachRequest(events=connector_pb2.LeaseEvents())
+    answer = await first_answer(fleet, await fleet.sidecar(), request)
+    assert "first message" in answer.hello.refusal
+
+
+async def test_a_connector_of_another_protocol_version_is_told_both_versions(fleet: Fleet) -> None:
+    hello = hello_to_wire(make_facts(), [])
+    hello.protocol_version = 99
+    answer = await first_answer(fleet, await fleet.sidecar(), connector_pb2.AttachRequest(hello=hello))
+    assert "version 99" in answer.hello.refusal
+    assert "version 1" in answer.hello.refusal
+    assert await fleet.store.list_engines() == ()
+
+
+async def test_a_message_that_makes_no_sense_is_skipped_and_breaks_nothing(
+    fleet: Fleet, sidecars: GrpcSidecars
+) -> None:
+    sidecar = await fleet.sidecar()
+    connector = await fleet.connector(sidecar)
+    connector.say(connector_pb2.AttachRequest(offer=connector_pb2.LeaseOffer()))
+    connector.say(connector_pb2.AttachRequest())
+    connector.say(connector_pb2.AttachRequest(remote_pin=connector_pb2.RemotePin(call_id=1)))
+    connector.grant(make_grant(1))
+    assert isinstance(await sidecars.pin(sidecar.address, make_ask(1), 1.0, 5.0), Pinned)
+
+
+async def test_a_socket_that_a_killed_sidecar_left_is_replaced(fleet: Fleet) -> None:
+    left = fleet.tmp_path / "s0" / "sidecar.sock"
+    left.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(left))
+    await fleet.connector(await fleet.sidecar())
+    assert len(await fleet.store.list_engines()) == 1

@@ -56,7 +56,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         message = registry_pb2.WatchEnginesResponse
         async with self._stream(context), self._registry.watch_engines() as batches:
             async for batch in batches:
-                for snapshot, part in _parts(batch):
+                for snapshot, part in parts_of(batch):
                     changes = [
                         message.Change(engine=engine_to_wire(change.item), gone=change.gone)
                         for change in part
@@ -84,7 +84,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         message = registry_pb2.WatchLeasesResponse
         async with self._stream(context), self._registry.watch_leases() as batches:
             async for batch in batches:
-                for snapshot, part in _parts(batch):
+                for snapshot, part in parts_of(batch):
                     changes = [
                         message.Change(lease=lease_to_wire(change.item), gone=change.gone) for change in part
                     ]
@@ -161,7 +161,7 @@ async def _write_acks(pending: "asyncio.Queue[PendingBeat | None]", context: Any
         )
 
 
-def _parts(batch: Batch[Item]) -> Iterator[tuple[bool, tuple[Change[Item], ...]]]:
+def parts_of(batch: Batch[Item]) -> Iterator[tuple[bool, tuple[Change[Item], ...]]]:
     """The messages of one batch: only the first one of a snapshot replaces what the watcher knew."""
     changes = batch.changes
     yield batch.snapshot, changes[:CHANGES_MAX]

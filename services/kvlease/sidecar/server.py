@@ -57,9 +57,9 @@ class SidecarServer:
             ConnectorServicer(self._config, sidecar), local.server
         )
         local.bind()
-        for server in (public, local):
+        self._servers = [public, local]
+        for server in self._servers:
             await server.start()
-            self._servers.append(server)
         _log.info("sidecar serves", extra={"address": self.address, "socket": str(self.socket_path)})
 
     async def stop(self) -> None:

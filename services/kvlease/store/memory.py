@@ -13,7 +13,7 @@ from typing import Generic
 from kvlease.core.errors import EngineIdReused, InvalidArgument, StoreUnavailable
 from kvlease.core.records import Engine, LeaseRecord
 from kvlease.store.keys import boot_key, conversation_key
-from kvlease.store.port import WATCH_QUEUE_MAX, Batch, Change, Item, Recorded
+from kvlease.store.port import PREDECESSORS_MAX, WATCH_QUEUE_MAX, Batch, Change, Item, Recorded
 
 BOOTS_MAX = 65_536
 """Engine ids whose boot ids are remembered, the latest ones."""
@@ -79,7 +79,7 @@ class _Watcher(AsyncIterator[Batch[Item]]):
 @dataclass(slots=True)
 class _LeaseEntry:
     record: LeaseRecord
-    supersedes: int
+    predecessors: tuple[int, ...]
     session: "MemorySession"
 
 
@@ -172,12 +172,13 @@ class MemoryStore:
         state = self._state
         leaf = conversation_key(record.tenant, record.conversation_key) if record.conversation_key else ""
         standing = state.leases.get(state.leaves.get(leaf, 0))
-        if standing is not None and standing.supersedes == record.lease_id:
+        if standing is not None and record.lease_id in standing.predecessors:
             return Recorded(0)
         state.revision += 1
         known = state.leases.get(record.lease_id)
         record = replace(record, generation=known.record.generation if known else state.revision)
-        state.leases[record.lease_id] = _LeaseEntry(record, supersedes, session)
+        predecessors = _predecessors(record.lease_id, supersedes, standing)
+        state.leases[record.lease_id] = _LeaseEntry(record, predecessors, session)
         changes = [Change(record)]
         superseded = None
         if leaf:
@@ -214,6 +215,14 @@ class MemoryStore:
             engine = self._state.engines.pop(engine_id)
             self._state.revision += 1
             self._engine_feed.publish((Change(engine, gone=True),))
+
+
+def _predecessors(lease_id: int, supersedes: int, standing: _LeaseEntry | None) -> tuple[int, ...]:
+    """What a lease comes after, the latest first."""
+    before = () if standing is None else (standing.record.lease_id, *standing.predecessors)
+    known = (supersedes, *before)
+    unique = dict.fromkeys(known)
+    return tuple(earlier for earlier in unique if earlier not in (0, lease_id))[:PREDECESSORS_MAX]
 
 
 class MemorySession:

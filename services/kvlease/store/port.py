@@ -17,6 +17,9 @@ from kvlease.core.records import Engine, LeaseRecord
 
 Item = TypeVar("Item", Engine, LeaseRecord)
 
+PREDECESSORS_MAX = 8
+"""Superseded leases that a conversation remembers, so that one that comes late supersedes nothing."""
+
 WATCH_QUEUE_MAX = 1024
 """Batches that wait for one watcher; a slower one gets a fresh snapshot instead."""
 
@@ -76,7 +79,8 @@ class Session(Protocol):
         """Records a confirmed lease and makes it its conversation's only one, in one transaction.
 
         The last finished turn wins, whatever stood before; `supersedes` (0: none) is the lease that this one
-        knows as its predecessor. Recording a lease again keeps its generation.
+        knows as its predecessor. One of the last `PREDECESSORS_MAX` predecessors of the lease that stands comes
+        late, and is not recorded. Recording a lease again keeps its generation.
         """
         ...
 

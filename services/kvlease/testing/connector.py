@@ -88,6 +88,10 @@ class FakeConnector:
             await self._channel.close(None)
             self._channel = None
 
+    def say(self, message: connector_pb2.AttachRequest) -> None:
+        """Sends a message as it is."""
+        self._outbox.put_nowait(message)
+
     async def ended(self) -> None:
         """Returns when the sidecar has ended the stream."""
         if self._reader is not None:
