@@ -89,7 +89,7 @@ class Stack:
     def __init__(self, plan: StackPlan, progress: Callable[[str], None]) -> None:
         self._plan = plan
         self._progress = progress
-        self._store = MemoryStore()
+        self.store = MemoryStore()
         self._channels = Channels()
         # The path of a unix socket has at most 107 bytes: the directory must be short.
         self.directory = Path(tempfile.mkdtemp(prefix="kvlease-"))
@@ -147,7 +147,7 @@ class Stack:
             holder_call_s=2 * PIN_CALL_S,
         )
         config.validate()
-        sidecar = SidecarServer(config, self._store, LoopClock())
+        sidecar = SidecarServer(config, self.store, LoopClock())
         await sidecar.start()
         return sidecar
 
@@ -155,7 +155,7 @@ class Stack:
         clock = LoopClock()
         registry_config = RegistryConfig(listen="127.0.0.1:0", sidecar_call_s=2 * PIN_CALL_S)
         registry_config.validate()
-        self.registry = RegistryServer(registry_config, self._store, clock)
+        self.registry = RegistryServer(registry_config, self.store, clock)
         await self.registry.start()
         self.seats = self._seats()
         for seat in self.seats:
@@ -200,7 +200,7 @@ class Stack:
 
     async def _await_registered(self) -> None:
         deadline_s = LoopClock().now_s() + REGISTERED_TIMEOUT_S
-        while len(registered := await self._store.list_engines()) < len(self.engines):
+        while len(registered := await self.store.list_engines()) < len(self.engines):
             if LoopClock().now_s() > deadline_s:
                 raise StackError(
                     f"only {len(registered)} of {len(self.engines)} engines were registered "

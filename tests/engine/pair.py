@@ -1,0 +1,216 @@
+"""A running system of one prefill and one decode engine, and what tests ask of it."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import grpc.aio
+
+from kvlease.core.records import EngineRole
+from kvlease.dev.completion import Completion, bytes_read, complete, tokenize
+from kvlease.dev.engine_env import ensure_engine_environment
+from kvlease.dev.engine_process import BLOCK_TOKENS, EngineProcess, EngineSpec
+from kvlease.dev.engine_process import EngineRole as ProcessRole
+from kvlease.dev.stack import EngineSeat, Stack, StackPlan
+from kvlease.dev.tiny_model import ensure_tiny_model
+from kvlease.router.config import RouterConfig
+from kvlease.v1 import connector_pb2, sidecar_pb2, sidecar_pb2_grpc
+
+MODEL = "tiny-qwen3"
+AWAIT_S = 120.0
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """How a pair differs from `kvlease dev`'s."""
+
+    kvlease_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    arguments: Mapping[EngineRole, tuple[str, ...]] = field(default_factory=dict[EngineRole, tuple[str, ...]])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    connector_module: str = "kvlease_vllm.connector"
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One turn: the reply, the router's record of it, the bytes that the engines READ meanwhile."""
+
+    reply: Completion
+    record: dict[str, Any]
+    read_bytes: int
+    headers: Mapping[str, str]
+
+    @property
+    def path(self) -> str:
+        """`append`, `readback` or `recompute`."""
+        return str(self.record["path"])
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
+        return int(self.record["reused_tokens"])
+
+
+class Pair:
+    """One prefill and one decode engine behind a router. `session` lives as long as the pair."""
+
+    def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
+        self.stack = stack
+        self.session = session
+
+    @staticmethod
+    def make_stack(plan: PairPlan) -> Stack:
+        """A stack of one prefill and one decode engine, not started."""
+        python, model = ensure_engine_environment(), ensure_tiny_model()
+
+        def make(seat: EngineSeat) -> EngineProcess:
+            return EngineProcess(
+                EngineSpec(
+                    role=ProcessRole(seat.role.value),
+                    python=python,
+                    model=model,
+                    log_file=seat.log_file,
+                    port=seat.port,
+                    side_channel_port=seat.side_channel_port,
+                    socket_dir=seat.socket_dir,
+                    served_model_name=MODEL,
+                    kvlease_config={"pin_wait_s": 10.0, **plan.kvlease_config},
+                    connector_module=plan.connector_module,
+                    extra_arguments=("--enable-prompt-tokens-details", *plan.arguments.get(seat.role, ())),
+                    environment={"VLLM_SERVER_DEV_MODE": "1", **plan.environment},
+                )
+            )
+
+        return Stack(StackPlan(1, 1, make, router=plan.router), progress=lambda _: None)
+
+    # --- turns ------------------------------------------------------------------------------------------------
+
+    async def turn(
+        self,
+        messages: list[Message],
+        conversation_id: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> Outcome:
+        """Sends one turn through the router and waits for its end. Streamed unless `stream=False`."""
+        before = await self.bytes_read()
+        body = {**request_body(messages, **fields), "conversation_id": conversation_id}
+        reply, response_headers = await complete(self.session, self.stack.router_url, body, headers)
+        read = await self.bytes_read() - before
+        conversation = await self.conversation(conversation_id, headers)
+        return Outcome(reply, conversation["turns"][-1], read, response_headers)
+
+    async def cold(self, messages: list[Message], **fields: Any) -> Completion:
+        """The same prompt computed from nothing: without parameters, under a fresh salt."""
+        body = {**request_body(messages, **fields), "cache_salt": uuid.uuid4().hex}
+        reply, _ = await complete(self.session, self.url(EngineRole.DECODE), body)
+        return reply
+
+    async def conversation(
+        self, conversation_id: str, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """What the router tells of a conversation."""
+        url = f"{self.stack.router_url}/v1/kvlease/conversations/{conversation_id}"
+        async with self.session.get(url, headers=headers) as response:
+            response.raise_for_status()
+            body: dict[str, Any] = await response.json()
+            return body
+
+    async def tokens(self, messages: list[Message]) -> list[int]:
+        """The prompt as the engines tokenize it."""
+        return await tokenize(self.session, self.url(EngineRole.DECODE), MODEL, messages)
+
+    # --- engines ----------------------------------------------------------------------------------------------
+
+    def url(self, role: EngineRole) -> str:
+        """Base URL of the engine of a role."""
+        return self.stack.engine_urls(role)[0]
+
+    def engine(self, role: EngineRole) -> EngineProcess:
+        """The engine process of a role."""
+        for seat, engine in zip(self.stack.seats, self.stack.engines, strict=True):
+            if seat.role is role and isinstance(engine, EngineProcess):
+                return engine
+        raise LookupError(role)
+
+    async def bytes_read(self, *roles: EngineRole) -> int:
+        """Bytes that the engines of these roles (default: both) have READ by NIXL so far."""
+        urls = [self.url(role) for role in roles] if roles else self.stack.engine_urls()
+        return await bytes_read(self.session, urls)
+
+    async def gauges(self, role: EngineRole) -> connector_pb2.HolderGauges:
+        """The holder's gauges and the connector's counters, asked through the sidecar."""
+        place = next(number for number, seat in enumerate(self.stack.seats) if seat.role is role)
+        engine_id = next(
+            engine.holder.engine_id
+            for engine in await self.stack.store.list_engines()
+            if engine.url == self.url(role)
+        )
+        async with grpc.aio.insecure_channel(self.stack.sidecars[place].address) as channel:
+            stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+            answer = await stub.ReadGauges(sidecar_pb2.ReadGaugesRequest(engine_id=engine_id), timeout=30)
+            gauges: connector_pb2.HolderGauges = answer.gauges
+            return gauges
+
+    async def reset_cache(self, role: EngineRole) -> int:
+        """Clears an engine's prefix cache, and with it every lease; the HTTP status."""
+        async with self.session.post(f"{self.url(role)}/reset_prefix_cache") as response:
+            await response.read()
+            return response.status
+
+    async def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return (await self.stack.store.list_engines())[0].layout.block_bytes
+
+    async def poke(self, role: EngineRole) -> None:
+        """Lets an engine take a step, so that its scheduler applies what is pending."""
+        body = {"model": MODEL, "prompt": uuid.uuid4().hex, "max_tokens": 1, "temperature": 0}
+        async with self.session.post(f"{self.url(role)}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            await response.read()
+
+
+def request_body(messages: list[Message], **fields: Any) -> dict[str, Any]:
+    """A chat completion of 24 greedy tokens with logprobs and token ids, streamed."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "return_token_ids": True,
+        "stream": True,
+        **fields,
+    }
+    if body["stream"]:
+        body.setdefault("stream_options", {"include_usage": True})
+    return body
+
+
+def whole_blocks(tokens: int) -> int:
+    """Tokens in whole blocks at the head of a run of `tokens`."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def common_tokens(left: list[int], right: list[int]) -> int:
+    """Length of the longest common prefix."""
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], what: str, within_s: float = AWAIT_S) -> None:
+    """Waits until a condition holds; fails with `what` when it does not within a generous bound."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not await condition():
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise AssertionError(f"not within {within_s:.0f} s: {what}") from None
