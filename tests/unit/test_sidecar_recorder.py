@@ -13,7 +13,8 @@ from kvlease.core.lease import LeaseKind, LeaseState
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.runtime.clock import LoopClock
 from kvlease.sidecar.recorder import EngineRecorder, RecorderTimes
-from kvlease.store.memory import MemoryStore
+from kvlease.store.memory import MemorySession, MemoryStore
+from kvlease.store.port import Recorded
 from kvlease.testing.store import BreakableStore
 
 TIMES = RecorderTimes(ttl_s=0.3, call_s=0.1, retry_s=0.01)
@@ -161,3 +162,21 @@ async def test_an_engine_id_found_reused_once_the_store_is_back_is_refused(bench
     await asyncio.wait_for(task, 20)
     assert len(bench.refusals) == 1
     assert not bench.engines
+
+
+async def test_a_record_that_the_store_cannot_take_keeps_no_other_from_being_written(
+    bench: Bench, running: EngineRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_lease = MemorySession.record_lease
+
+    async def failing(session: MemorySession, record: LeaseRecord, supersedes: int) -> Recorded:
+        if record.lease_id == 1:
+            raise RuntimeError("a bug of the store")
+        return await record_lease(session, record, supersedes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemorySession, "record_lease", failing)
+        running.put(lease(1, b"a"), 0)
+        running.put(lease(2, b"b"), 0)
+        await until(lambda: set(bench.leases) == {2})
+    await until(lambda: set(bench.leases) == {1, 2})

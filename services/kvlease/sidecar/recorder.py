@@ -101,13 +101,18 @@ class EngineRecorder:
             try:
                 await self._write()
                 pause_s = self._renewed_s + self._times.ttl_s / 3 - self._clock.now_s()
+            except EngineIdReused as error:
+                self._refuse(error)
+                return
             except StoreUnavailable as error:
                 _log.warning("the store does not answer", extra=self._extra(error))
                 await asyncio.sleep(self._times.retry_s)
                 continue
-            except EngineIdReused as error:
-                self._refuse(error)
-                return
+            except Exception:
+                # Without its recorder the engine would vanish from the fleet while its stream stands.
+                _log.exception("writing to the store failed")
+                await asyncio.sleep(self._times.retry_s)
+                continue
             await self._changed_within(pause_s)
 
     async def end(self) -> None:
@@ -169,7 +174,7 @@ class EngineRecorder:
     async def _retained(self, call: Awaitable[Result], mark: Callable[[], None]) -> Result:
         try:
             return await self._bounded(call)
-        except StoreUnavailable:
+        except Exception:
             mark()
             raise
 

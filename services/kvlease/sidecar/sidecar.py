@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from kvlease.core.attachment import EngineFacts, LeaseOffer
 from kvlease.core.clock import Clock
@@ -81,8 +81,7 @@ class Sidecar:
             if self._engines.get(engine_id) is attached:
                 del self._engines[engine_id]
             running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
+            await asyncio.gather(running, return_exceptions=True)
             await recorder.end()
             del self._attachments[attached]
             detached.set()
