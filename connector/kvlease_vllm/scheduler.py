@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvlease.scheduler")
 
 
+FIRST_EPOCH = 1
+"""Epoch of a fresh engine: 0 would mean "whichever" in a question, and outlive the first reset."""
+
+
 def awake_s() -> float:
     """Seconds that also pass while the machine sleeps: a fence must not outlast the holder's pin."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -80,7 +84,7 @@ class SchedulerHalf:
         self._ranks = vllm_config.parallel_config.world_size
         self._block_size: int = vllm_config.cache_config.block_size
         self._facts = describe_engine(
-            vllm_config, kv_cache_config, nixl_scheduler, Holder(engine_id, uuid.uuid4().hex)
+            vllm_config, kv_cache_config, nixl_scheduler, Holder(engine_id, uuid.uuid4().hex, FIRST_EPOCH)
         )
         self._service = SidecarService(settings.socket_dir, settings.outbox_max)
         self._reads = Reads(

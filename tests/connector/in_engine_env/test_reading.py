@@ -85,7 +85,7 @@ def test_a_lease_that_goes_on_differently_is_trimmed_from_its_head(engine: Harne
 def test_after_a_local_hit_only_the_rest_of_the_verified_head_is_read(engine: Harness) -> None:
     engine.add(make_request("first", prompt(2 * BLOCK) + prompt(9, start=5)))
     engine.run()
-    engine.add(make_request("a", prompt(5 * BLOCK) + [1, 2], turn(read())))
+    engine.add(make_request("a", [*prompt(5 * BLOCK), 1, 2], turn(read())))
     engine.answer(engine.pinned(prompt(5 * BLOCK)))
     engine.step()
     ((_, local, remote),) = engine.ranks[0].worker.posted
