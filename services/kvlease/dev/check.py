@@ -109,9 +109,7 @@ class ConversationCheck:
         record, state = await self._record()
         prompt = await tokenize(self.session, self.target.cold_url, self.target.model, messages)
         expected = self._shared_tokens(prompt)
-        cold, _ = await complete(
-            self.session, self.target.cold_url, {**body, "cache_salt": uuid.uuid4().hex}
-        )
+        cold, _ = await complete(self.session, self.target.cold_url, {**body, "cache_salt": uuid.uuid4().hex})
         self.kept = prompt + reply.token_ids
         row = TurnRow(
             path=record["path"],

@@ -46,6 +46,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Scheduler and worker share a process, as on a GPU without tensor parallelism: one import of vLLM less to
+    # wait for and 1 GB less memory. "1" puts the worker in a process of its own.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",  # more threads than cores only spin
+}
+
+
 class EngineRole(StrEnum):
     """What an engine does in the fleet."""
 
@@ -58,6 +68,13 @@ class ConnectorChoice(StrEnum):
 
     KVLEASE = "kvlease"
     STOCK = "stock"
+
+
+class Device(StrEnum):
+    """What an engine computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class EngineProcessError(RuntimeError):
@@ -81,6 +98,9 @@ class EngineSpec:
     socket_dir: Path | None = None
     """Folder of the unix socket between connector and sidecar; required with the kvlease connector.
     Keep it short: the path of a unix socket has at most 107 bytes."""
+    device: Device = Device.CPU
+    gpu: int = 0
+    """Index of the GPU, for `Device.CUDA`."""
     served_model_name: str = "tiny-qwen3"
     kvlease_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """More entries of `kv_connector_extra_config.kvlease`."""
@@ -107,6 +127,7 @@ class EngineSpec:
                 "kv_connector": "KvleaseConnector",
                 "kv_connector_module_path": self.connector_module,
                 "kv_role": "kv_both",
+                "kv_buffer_device": self.device.value,
                 "kv_connector_extra_config": {
                     "backends": ["UCX"],
                     "kvlease": {"socket_dir": str(self.socket_dir), **self.kvlease_config},
@@ -114,6 +135,7 @@ class EngineSpec:
             }
         return {
             "kv_connector": "NixlConnector",
+            "kv_buffer_device": self.device.value,
             "kv_role": "kv_producer" if self.role is EngineRole.PREFILL else "kv_consumer",
             "kv_connector_extra_config": {
                 "backends": ["UCX"],
@@ -143,18 +165,16 @@ class EngineSpec:
 
     def process_environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the environment variables of the process."""
-        roots = os.pathsep.join((str(_SOURCE_ROOT), str(_REPOSITORY_ROOT / "connector")))
+        roots = [str(_SOURCE_ROOT), str(_REPOSITORY_ROOT / "connector")]
+        if self.device is Device.CUDA:
+            # vLLM is where this environment has it; the CPU build has an environment of its own.
+            roots += [path for path in (inherited.get("PYTHONPATH"),) if path]
         kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
         return {
             **kept,
-            "PYTHONPATH": roots,
+            "PYTHONPATH": os.pathsep.join(roots),
             "PYTHONUNBUFFERED": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Scheduler and worker share a process, as on a GPU without tensor parallelism: one import of
-            # vLLM less to wait for and 1 GB less memory. "1" puts the worker in a process of its own.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": "1",  # more threads than cores only spin
+            **(_CPU_ENVIRONMENT if self.device is Device.CPU else {"CUDA_VISIBLE_DEVICES": str(self.gpu)}),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "HF_HUB_OFFLINE": "1",

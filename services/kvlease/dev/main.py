@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shlex
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from kvlease.core.records import EngineRole
 from kvlease.dev.check import CheckResult, Target, run_check
 from kvlease.dev.completion import RequestFailedError
 from kvlease.dev.engine_env import EngineEnvironmentError, ensure_engine_environment
-from kvlease.dev.engine_process import BLOCK_TOKENS, EngineProcess, EngineProcessError, EngineSpec
+from kvlease.dev.engine_process import BLOCK_TOKENS, Device, EngineProcess, EngineProcessError, EngineSpec
 from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.report import turn_table
 from kvlease.dev.sim_process import SimEngineSpec
@@ -43,6 +44,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--prefill", type=_engines, default=1, metavar="N", help="prefill engines (default: 1)"
     )
     parser.add_argument("--decode", type=_engines, default=1, metavar="M", help="decode engines (default: 1)")
+    parser.add_argument(
+        "--device",
+        type=Device,
+        choices=tuple(Device),
+        default=Device.CPU,
+        help="cpu: vLLM's CPU build in an environment of its own; cuda: the vLLM that --engine-python has, "
+        "one GPU per engine (default: cpu)",
+    )
+    parser.add_argument(
+        "--engine-python", type=Path, default=Path(sys.executable), help="interpreter that has vLLM, for cuda"
+    )
+    parser.add_argument(
+        "--engine-arguments",
+        type=shlex.split,
+        default=[],
+        help="more arguments of `vllm serve`, in one string",
+    )
     parser.add_argument("--model", type=Path, help="model directory (default: a tiny one that is generated)")
     parser.add_argument(
         "--port",
@@ -138,7 +156,8 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
     """
     if arguments.engine == "sim":
         return _simulated_engine
-    python = ensure_engine_environment(progress)
+    cuda = arguments.device is Device.CUDA
+    python = arguments.engine_python if cuda else ensure_engine_environment(progress)
     model = arguments.model or ensure_tiny_model()
 
     def make(seat: EngineSeat) -> Engine:
@@ -151,10 +170,12 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
                 port=seat.port,
                 side_channel_port=seat.side_channel_port,
                 socket_dir=seat.socket_dir,
+                device=arguments.device,
+                gpu=seat.number,
                 served_model_name=SERVED_MODEL,
                 kvlease_config={"pin_wait_s": 10.0},
                 connector_module=arguments.connector_module,
-                extra_arguments=EXTRA_ARGUMENTS,
+                extra_arguments=(*EXTRA_ARGUMENTS, *arguments.engine_arguments),
             )
         )
 
