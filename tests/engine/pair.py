@@ -1,9 +1,13 @@
 """A running system of one prefill and one decode engine, and what tests ask of it."""
 
 import asyncio
+import os
+import shlex
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,7 +16,7 @@ import grpc.aio
 from kvlease.core.records import EngineRole
 from kvlease.dev.completion import Completion, bytes_read, complete, tokenize
 from kvlease.dev.engine_env import ensure_engine_environment
-from kvlease.dev.engine_process import BLOCK_TOKENS, EngineProcess, EngineSpec
+from kvlease.dev.engine_process import BLOCK_TOKENS, Device, EngineProcess, EngineSpec
 from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.stack import EngineSeat, Stack, StackPlan
 from kvlease.dev.tiny_model import ensure_tiny_model
@@ -64,8 +68,15 @@ class Pair:
 
     @staticmethod
     def make_stack(plan: PairPlan) -> Stack:
-        """A stack of one prefill and one decode engine, not started."""
-        python, model = ensure_engine_environment(), ensure_tiny_model()
+        """A stack of one prefill and one decode engine, not started.
+
+        `KVLEASE_TEST_DEVICE=cuda` puts them on two GPUs, with the vLLM of this interpreter and
+        `KVLEASE_TEST_ENGINE_ARGUMENTS`.
+        """
+        device = Device(os.environ.get("KVLEASE_TEST_DEVICE", Device.CPU.value))
+        python = Path(sys.executable) if device is Device.CUDA else ensure_engine_environment()
+        device_arguments = shlex.split(os.environ.get("KVLEASE_TEST_ENGINE_ARGUMENTS", ""))
+        model = ensure_tiny_model()
 
         def make(seat: EngineSeat) -> EngineProcess:
             return EngineProcess(
@@ -77,10 +88,16 @@ class Pair:
                     port=seat.port,
                     side_channel_port=seat.side_channel_port,
                     socket_dir=seat.socket_dir,
+                    device=device,
+                    gpu=seat.number,
                     served_model_name=MODEL,
                     kvlease_config={"pin_wait_s": 10.0, **plan.kvlease_config},
                     connector_module=plan.connector_module,
-                    extra_arguments=("--enable-prompt-tokens-details", *plan.arguments.get(seat.role, ())),
+                    extra_arguments=(
+                        "--enable-prompt-tokens-details",
+                        *device_arguments,
+                        *plan.arguments.get(seat.role, ()),
+                    ),
                     environment={"VLLM_SERVER_DEV_MODE": "1", **plan.environment},
                 )
             )
