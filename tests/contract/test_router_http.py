@@ -431,6 +431,14 @@ async def test_a_stream_split_anywhere_arrives_byte_by_byte_as_it_was(
     assert (await stack.turns("c"))[0]["ended"] == "well"
 
 
+async def test_connections_to_engines_are_used_again(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    for stream in (True, False, True):
+        await stack.chat(FIRST, stream=stream)
+    assert (len(prefill.connections), len(decode.connections)) == (1, 1)
+
+
 async def test_request_ids_are_echoed_and_unique_at_the_engines(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

@@ -48,6 +48,7 @@ class StubEngine:
     retain: bool = True
     script: Script | None = None
     received: list[Received] = field(default_factory=list[Received])
+    connections: set[object] = field(default_factory=set[object])
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     epoch: int = 1
@@ -88,6 +89,8 @@ class StubEngine:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         received = Received(request.path, request.headers, json.loads(await request.read()))
         self.received.append(received)
+        if request.transport is not None:
+            self.connections.add(request.transport.get_extra_info("peername"))
         try:
             if self.script is not None:
                 return await self.script(request, received)

@@ -3,6 +3,9 @@
 Passes the decode engine's answer to the client, and grants the turn's lease when it ended well.
 """
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 from kvlease.core.lease import LeaseKind
@@ -31,6 +34,9 @@ from kvlease.router.turn import (
     unavailable,
     without_prefill,
 )
+
+DRAIN_S = 0.1
+"""How long the end of a stream is waited for after its last event, so that its connection can be used again."""
 
 
 class DecodeLeg:
@@ -172,7 +178,8 @@ class DecodeLeg:
         splitter, reader = EventSplitter(), ReplyReader(turn.request.choices)
         cleaner = StreamCleaner(reader, hide_usage=turn.request.stream and not turn.request.wants_usage)
         done = False
-        async for chunk in reply.chunks():
+        chunks = reply.chunks()
+        async for chunk in chunks:
             parts: list[bytes] = []
             for event in splitter.feed(chunk):
                 passed = cleaner.take(event)
@@ -193,6 +200,7 @@ class DecodeLeg:
             raise LegError("the stream ended early", sent=True)
         turn.record.ended = turn.record.ended or "badly"
         await turn.client.end()
+        await _drain(chunks)
 
     async def _pass(self, turn: Turn, handover: PinnedLease | None, reply: EngineReply, data: bytes) -> None:
         if not turn.answered:
@@ -235,3 +243,10 @@ class DecodeLeg:
         self._services.conversations.learn(
             turn.opened, record.lease_id, usage.prompt_tokens, usage.completion_tokens
         )
+
+
+async def _drain(chunks: AsyncIterator[bytes]) -> None:
+    with suppress(TimeoutError, LegError):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in chunks:
+                pass
