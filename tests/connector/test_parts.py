@@ -1,0 +1,96 @@
+"""Settings, quarantine, notes and digests of the connector."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.connector.fake_pool import FakePool
+
+from kvlease.core.digests import ChainRoot
+from kvlease.core.errors import InvalidArgument
+from kvlease_vllm.chain import can_verify, request_chain, request_root
+from kvlease_vllm.notifications import drop_own_notifications
+from kvlease_vllm.quarantine import Quarantine
+from kvlease_vllm.settings import ConnectorSettings
+
+ROOT = ChainRoot("tenant", "model")
+
+
+def request(tokens: int = 12, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "_all_token_ids": list(range(tokens)),
+        "prompt_token_ids": list(range(tokens)),
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "cache_salt": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def image(offset: int, length: int, identifier: str) -> Any:
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=identifier)
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({}, "socket_dir"),
+        ({"socket_dir": "x", "budget": 1}, "budget"),
+        ({"socket_dir": "x", "retention_budget": 1.5}, r"retention_budget.*1\.5"),
+        ({"socket_dir": "x", "pin_wait_s": 0}, "pin_wait_s"),
+        ({"socket_dir": "x", "read_part_s": 90.0}, r"60\.0.*90\.0"),
+        ({"socket_dir": "x", "outbox_max": 0}, "outbox_max"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(body: dict[str, Any], names: str) -> None:
+    with pytest.raises(InvalidArgument, match=names):
+        ConnectorSettings.from_extra_config({"kvlease": body})
+
+
+def test_settings_need_the_directory_of_the_socket_alone() -> None:
+    assert ConnectorSettings.from_extra_config({"kvlease": {"socket_dir": "x"}}).read_part_s == 10.0
+
+
+def test_quarantine_lets_blocks_go_when_every_rank_has_ended() -> None:
+    pool = FakePool(10)
+    quarantine = Quarantine(pool, ranks=2)
+    quarantine.keep(1, (3, 4))
+    quarantine.keep(2, (5,))
+    quarantine.ended({1: 1, 9: 2})
+    assert quarantine.blocks == 3
+    quarantine.ended({1: 1, 2: 2})
+    assert (quarantine.blocks, pool.freed) == (0, [4, 3, 5])
+
+
+def test_only_notes_of_our_pins_are_left_out() -> None:
+    wrapper = SimpleNamespace(get_new_notifs=lambda: {"a": [b"kvlease-x:1", b"HB:r1", b"r1:2"], "b": []})
+    drop_own_notifications(wrapper)
+    assert wrapper.get_new_notifs() == {"a": [b"HB:r1", b"r1:2"], "b": []}
+
+
+def test_the_root_names_the_adapter_its_path_and_the_salt() -> None:
+    lora = SimpleNamespace(lora_name="l", lora_path="/l")
+    root = request_root(request(lora_request=lora, cache_salt="s"), "t", "m", "w")
+    assert root == ChainRoot("t", "m", "w", "l", "/l", "s")
+
+
+def test_an_image_changes_the_digest_of_every_block_it_reaches_into_and_those_after() -> None:
+    plain = request_chain(request(16), ROOT, 16, 4).digests
+    shown = request_chain(request(16, mm_features=[image(5, 4, "cat")]), ROOT, 16, 4).digests
+    other = request_chain(request(16, mm_features=[image(5, 4, "dog")]), ROOT, 16, 4).digests
+    assert plain[:16] == shown[:16] == other[:16]
+    assert len({plain[16:32], shown[16:32], other[16:32]}) == 3
+
+
+def test_the_same_image_in_another_place_has_another_digest() -> None:
+    one = request_chain(request(8, mm_features=[image(4, 2, "cat")]), ROOT, 8, 4)
+    two = request_chain(request(8, mm_features=[image(5, 2, "cat")]), ROOT, 8, 4)
+    assert one.digests[:16] == two.digests[:16]
+    assert one.digests != two.digests
+
+
+def test_a_prompt_of_embeddings_cannot_be_verified() -> None:
+    assert can_verify(request())
+    assert not can_verify(request(prompt_token_ids=None))
+    assert not can_verify(request(prompt_embeds=object()))
