@@ -601,6 +601,21 @@ async def test_a_finish_reason_error_is_a_failure(
     assert stack.registry.confirmed == []
 
 
+async def test_a_fault_of_the_router_is_a_json_500(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(stack.registry, "pin", fail)
+    answer = await stack.chat(said(FIRST, "hello", LONG), conversation_id="c")
+    assert answer.status == 500
+    assert answer.json["error"]["type"] == "server_error"
+    assert b"a bug" not in answer.raw
+
+
 async def test_a_client_that_leaves_during_the_prefill_leg_aborts_it(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

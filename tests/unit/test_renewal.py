@@ -38,6 +38,28 @@ def test_belief_counts_a_share_of_the_duration_from_before_the_beat_was_sent(tab
     assert table.belief(1.0 + 0.8 * 20, 7) is Belief.EXPIRED
 
 
+def test_every_acked_beat_renews_the_belief_though_it_names_only_changes(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.open(7)
+    for now_s in (0.0, 5.0, 10.0):
+        beat = table.beat(now_s)
+        table.ack(now_s, beat.sequence, {})
+    assert beat.engines == {}
+    assert table.belief(25.9, 7) is Belief.HELD
+    assert table.belief(26.0, 7) is Belief.EXPIRED
+
+
+def test_a_lease_that_is_renewed_no_longer_keeps_the_belief_of_its_last_ack(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    table.ack(29.0, table.beat(29.0).sequence, {})
+    dropped = table.beat(31.0)
+    table.ack(31.0, dropped.sequence, {})
+    assert dropped.engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+    assert table.belief(44.9, 7) is Belief.HELD
+    assert table.belief(45.0, 7) is Belief.EXPIRED
+
+
 def test_an_ack_of_an_earlier_beat_says_nothing_of_a_later_lease(table: RenewalTable) -> None:
     early = table.beat(0.0)
     table.expect(1.0, 7, "d")

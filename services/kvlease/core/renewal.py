@@ -4,6 +4,7 @@ Pure: the caller brings `now_s`, monotonic and its own. A belief counts a share 
 the beat was sent that its holder acked; nothing is believed of a lease before its first ack.
 """
 
+import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -135,6 +136,12 @@ class RenewalTable:
         self._told_leases: dict[int, str] = {}
         self._told_pins: dict[str, str] = {}
         self._sent_s: dict[int, float] = {}
+        # A beat looks at leases that something happened to, and at those whose gap ends: not at all of them.
+        self._touched: set[int] = set()
+        self._gap_ends: list[tuple[float, int]] = []
+        # Every lease told up to this beat was renewed by its holder, from before this time on.
+        self._acked_sequence = 0
+        self._acked_sent_s = -math.inf
         self._epoch = 1
         self._sequence = 0
         self._full = True
@@ -151,12 +158,14 @@ class RenewalTable:
             pending_until_s=now_s + self._policy.provisional_s,
             live_until_s=now_s + self._policy.gap_floor_s,
         )
+        self._touch(lease_id)
 
     def open(self, lease_id: int) -> None:
         """A turn that uses the lease begins: it stays live until `close`."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             lease.open_turns += 1
+            self._touch(lease_id)
 
     def close(self, now_s: float, lease_id: int) -> None:
         """A turn that uses the lease has ended; the lease is live for the gap floor."""
@@ -164,6 +173,7 @@ class RenewalTable:
         if lease is not None:
             lease.open_turns = max(0, lease.open_turns - 1)
             lease.live_until_s = max(lease.live_until_s, now_s + self._policy.gap_floor_s)
+            self._touch(lease_id)
 
     def keep_live(self, now_s: float, lease_id: int, duration_s: float) -> bool:
         """A client asks to keep the lease; False when it is not held. The gap cap bounds the duration."""
@@ -171,17 +181,20 @@ class RenewalTable:
         if lease is None or self.belief(now_s, lease_id) not in (Belief.HELD, Belief.PENDING):
             return False
         lease.live_until_s = max(lease.live_until_s, now_s + min(duration_s, self._policy.gap_cap_s))
+        self._touch(lease_id)
         return True
 
     def drop(self, lease_id: int) -> None:
         """Forgets a lease that was released or superseded."""
         self._leases.pop(lease_id, None)
+        self._touched.add(lease_id)
 
     def lose(self, lease_id: int, reason: MissReason) -> None:
         """The lease is known to have ended."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             lease.miss = reason
+            self._touched.add(lease_id)
 
     def hold_pin(self, pin_id: str, engine_id: str) -> None:
         """Renews the reservation of a pin until `drop_pin`."""
@@ -198,9 +211,10 @@ class RenewalTable:
         lease = self._leases.get(lease_id)
         if lease is None or lease.miss is not None:
             return Belief.MISSED
-        if lease.held_until_s is None:
+        held_until_s = self._held_until_s(lease_id, lease)
+        if held_until_s is None:
             return Belief.PENDING if now_s < lease.pending_until_s else Belief.EXPIRED
-        return Belief.HELD if now_s < lease.held_until_s else Belief.EXPIRED
+        return Belief.HELD if now_s < held_until_s else Belief.EXPIRED
 
     def miss(self, lease_id: int) -> MissReason:
         """Why a MISSED lease is missed."""
@@ -211,7 +225,7 @@ class RenewalTable:
 
     def beat(self, now_s: float) -> Beat:
         """The next message to the registry. The caller sends it at once, in order."""
-        self._forget(now_s)
+        self._end_gaps(now_s)
         self._sequence += 1
         self._sent_s[self._sequence] = now_s
         while len(self._sent_s) > BEATS_REMEMBERED_MAX:
@@ -220,6 +234,7 @@ class RenewalTable:
         if full:
             self._told_leases.clear()
             self._told_pins.clear()
+            self._touched.update(self._leases)
         changes: dict[str, _Changes] = {}
         self._change_leases(now_s, changes)
         self._change_pins(changes)
@@ -240,12 +255,7 @@ class RenewalTable:
             return again
         for known in [known for known in self._sent_s if known <= sequence]:
             del self._sent_s[known]
-        held_until_s = sent_s + BELIEF_SHARE * self._policy.duration_s
-        for lease_id in self._told_leases:
-            lease = self._leases.get(lease_id)
-            acked = lease is not None and lease.sequence is not None and lease.sequence <= sequence
-            if lease is not None and acked and lease_id not in misses:
-                lease.held_until_s = max(lease.held_until_s or 0.0, held_until_s)
+        self._acked_sequence, self._acked_sent_s = sequence, sent_s
         return again
 
     def resync(self) -> None:
@@ -257,8 +267,8 @@ class RenewalTable:
             self._epoch += 1
         self._full = True
         self._sent_s.clear()
-        for lease in self._leases.values():
-            lease.sequence = None
+        for lease_id in list(self._told_leases):
+            self._untell(lease_id)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -267,41 +277,65 @@ class RenewalTable:
 
         Its grant may be later than the end of the turn that we saw.
         """
+        self._untell(lease_id)
+        self._touched.add(lease_id)
         lease = self._leases.get(lease_id)
-        self._told_leases.pop(lease_id, None)
         if lease is None:
             return False
         awaited = reason in (MissReason.UNKNOWN, MissReason.UNREACHABLE) and lease.held_until_s is None
         if awaited and now_s < lease.pending_until_s and lease.retries < RETRIES_MAX:
             lease.retries += 1
-            lease.sequence = None
             return True
         if reason is not MissReason.UNREACHABLE:
             lease.miss = reason
-        lease.sequence = None
         return False
 
-    def _forget(self, now_s: float) -> None:
-        """Leaves out leases that nobody may use again: neither live nor believed for a whole gap."""
-        gone = [
-            lease_id
-            for lease_id, lease in self._leases.items()
-            if lease.open_turns == 0 and now_s >= lease.live_until_s + self._policy.gap_cap_s
-        ]
-        for lease_id in gone:
-            del self._leases[lease_id]
+    def _touch(self, lease_id: int) -> None:
+        self._touched.add(lease_id)
+        heapq.heappush(self._gap_ends, (self._leases[lease_id].live_until_s, lease_id))
+
+    def _held_until_s(self, lease_id: int, lease: _Lease) -> float | None:
+        """Until when the lease is believed to be held, None when no holder acked it."""
+        told = lease.sequence is not None and lease_id in self._told_leases
+        if not told or lease.sequence is None or lease.sequence > self._acked_sequence:
+            return lease.held_until_s
+        acked_s = self._acked_sent_s + BELIEF_SHARE * self._policy.duration_s
+        return acked_s if lease.held_until_s is None else max(lease.held_until_s, acked_s)
+
+    def _untell(self, lease_id: int) -> str | None:
+        """The registry renews the lease no longer; what was believed of it so far stays."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.held_until_s = self._held_until_s(lease_id, lease)
+            lease.sequence = None
+        return self._told_leases.pop(lease_id, None)
+
+    def _end_gaps(self, now_s: float) -> None:
+        """Looks at leases whose gap has ended, and a whole gap later forgets them: nobody may use them again."""
+        while self._gap_ends and self._gap_ends[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._gap_ends)
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.open_turns or now_s < lease.live_until_s:
+                continue
+            self._touched.add(lease_id)
+            forgotten_s = lease.live_until_s + self._policy.gap_cap_s
+            if now_s >= forgotten_s:
+                del self._leases[lease_id]
+            else:
+                heapq.heappush(self._gap_ends, (forgotten_s, lease_id))
 
     def _change_leases(self, now_s: float, changes: dict[str, _Changes]) -> None:
-        for lease_id, lease in self._leases.items():
-            if lease.live(now_s) and lease_id not in self._told_leases:
+        touched, self._touched = self._touched, set()
+        for lease_id in sorted(touched):
+            lease = self._leases.get(lease_id)
+            live = lease is not None and lease.live(now_s)
+            if lease is not None and live and lease_id not in self._told_leases:
                 changes.setdefault(lease.engine_id, _Changes()).added_leases.append(lease_id)
                 self._told_leases[lease_id] = lease.engine_id
                 lease.sequence = self._sequence
-        for lease_id, engine_id in list(self._told_leases.items()):
-            known = self._leases.get(lease_id)
-            if known is None or not known.live(now_s):
+            elif not live and lease_id in self._told_leases:
+                engine_id = self._untell(lease_id) or ""
                 changes.setdefault(engine_id, _Changes()).dropped_leases.append(lease_id)
-                del self._told_leases[lease_id]
 
     def _change_pins(self, changes: dict[str, _Changes]) -> None:
         for pin_id, engine_id in self._pins.items():

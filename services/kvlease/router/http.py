@@ -11,7 +11,7 @@ from kvlease.core.conversation import tenant_digest
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import lease_id_to_hex
 from kvlease.core.records import EngineRole
-from kvlease.router.bodies import Api, encode, error_body, parse_turn
+from kvlease.router.bodies import Api, TurnRequest, encode, error_body, parse_turn
 from kvlease.router.conversations import Conversation, ConversationTable, TurnRecord
 from kvlease.router.headers import bearer_token, engine_headers, request_id_from
 from kvlease.router.ports import LegError
@@ -105,11 +105,23 @@ class Front:
             # An engine refuses or mixes up two requests under one id, which a client's retry would bring.
             leg_id = f"{request_id}-{self._services.random.text_id()[:8]}"
             head = RequestHead(request_id, engine_headers(request.headers.items(), leg_id))
-            client = HttpClient(request)
-            await self._runner.run(turn, head, client)
-            return client.response or _error(500, "the turn ended without an answer")
+            return await self._run(turn, head, HttpClient(request))
 
         return handle
+
+    async def _run(self, turn: TurnRequest, head: RequestHead, client: HttpClient) -> web.StreamResponse:
+        try:
+            await self._runner.run(turn, head, client)
+        except ConnectionError:
+            log.info("the client left", extra={"request_id": head.request_id})
+        except Exception:
+            log.exception("a turn failed", extra={"request_id": head.request_id})
+            if client.response is not None and client.response.prepared:
+                raise  # the connection is closed, so that nobody takes what was sent for a whole answer
+            client.response = None
+        return client.response or _error(
+            500, "the turn ended without an answer", {"X-Request-Id": head.request_id}
+        )
 
     def _header_id(self, request: web.Request) -> str:
         named = (request.headers.get(name) for name in self._options.session_headers)

@@ -1,0 +1,33 @@
+"""The router's configuration: relations are refused with both values."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvlease.router.config import RouterConfig
+from kvlease.runtime.config import ConfigError
+
+
+def test_the_defaults_are_valid_and_become_the_policy() -> None:
+    config = RouterConfig()
+    config.validate()
+    assert (config.renewal_policy().interval_s, config.renewal_policy().duration_s) == (5.0, 20.0)
+    assert config.turn_limits().plan.append_tokens_max == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"heartbeat_interval_s": 8.0}, ("8", "20")),
+        ({"prefill_timeout_s": 1800.0}, ("1800", "1800")),
+        ({"wait_for_offer_s": 0.5}, ("0.5", "0.5")),
+        ({"gap_floor_s": 601.0}, ("601", "600")),
+        ({"body_bytes_max": 0}, ("0",)),
+        ({"append_tokens_max": -1}, ("-1",)),
+        ({"listen": "nowhere"}, ("nowhere",)),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(changes: dict[str, object], values: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        replace(RouterConfig(), **changes).validate()
+    assert all(value in str(refused.value) for value in values)
