@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -134,9 +134,9 @@ class Stack:
         await self._channels.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    async def start_sidecar(self, seat: EngineSeat) -> SidecarServer:
-        """Starts the sidecar of a seat."""
-        config = SidecarConfig(
+    def sidecar_config(self, seat: EngineSeat) -> SidecarConfig:
+        """The settings of the sidecar of a seat."""
+        return SidecarConfig(
             listen="127.0.0.1:0",
             allow_loopback=True,
             socket_dir=str(seat.socket_dir),
@@ -146,10 +146,34 @@ class Stack:
             peer_call_s=2 * PIN_CALL_S,
             holder_call_s=2 * PIN_CALL_S,
         )
+
+    async def start_sidecar(self, seat: EngineSeat) -> SidecarServer:
+        """Starts the sidecar of a seat."""
+        config = self.sidecar_config(seat)
         config.validate()
         sidecar = SidecarServer(config, self.store, LoopClock())
         await sidecar.start()
         return sidecar
+
+    async def start_router(self, settings: RouterConfig, port: int = 0) -> RouterServer:
+        """Starts a router at a port, 0 for a free one; the caller stops it.
+
+        Raises:
+            StackError: there is no registry yet.
+        """
+        if self.registry is None:
+            raise StackError("a router needs the registry")
+        config = self._router_config(settings, port)
+        registry = GrpcRegistry(
+            self._channels,
+            self.registry.address,
+            uuid.uuid4().hex,
+            config.renewal_policy(),
+            config.registry_call_s,
+        )
+        router = RouterServer(config, LoopClock(), registry)
+        await router.start()
+        return router
 
     async def _start(self) -> None:
         clock = LoopClock()
@@ -163,16 +187,7 @@ class Stack:
         self._progress(f"registry at {self.registry.address}, {len(self.sidecars)} sidecars")
         self.engines = [self._plan.make_engine(seat) for seat in self.seats]
         await self._start_engines()
-        config = self._router_config()
-        registry = GrpcRegistry(
-            self._channels,
-            self.registry.address,
-            uuid.uuid4().hex,
-            config.renewal_policy(),
-            config.registry_call_s,
-        )
-        self.router = RouterServer(config, clock, registry)
-        await self.router.start()
+        self.router = await self.start_router(self._plan.router, self._plan.router_port)
         self._progress(f"router at {self.router.url}")
 
     def _seats(self) -> list[EngineSeat]:
@@ -208,13 +223,12 @@ class Stack:
                 )
             await asyncio.sleep(0.05)
 
-    def _router_config(self) -> RouterConfig:
-        values = {name: getattr(self._plan.router, name) for name in self._plan.router.__dataclass_fields__}
-        values |= {
-            "listen": f"127.0.0.1:{self._plan.router_port}",
-            "grpc_listen": "127.0.0.1:0",
-            "registry_call_s": 2 * PIN_CALL_S,
-        }
-        config = RouterConfig(**values)
+    def _router_config(self, settings: RouterConfig, port: int) -> RouterConfig:
+        config = replace(
+            settings,
+            listen=f"127.0.0.1:{port}",
+            grpc_listen="127.0.0.1:0",
+            registry_call_s=2 * PIN_CALL_S,
+        )
         config.validate()
         return config
