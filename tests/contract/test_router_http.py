@@ -713,6 +713,16 @@ async def test_any_reasonable_conversation_id_is_served(
         assert answer.headers["X-Conversation-Id"] == str(conversation_id)
 
 
+@pytest.mark.parametrize("conversation_id", ["a\r\nX-Evil: 1", "größe", "\u0000"])
+async def test_an_id_that_fits_no_header_is_served_and_not_echoed(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, conversation_id: str
+) -> None:
+    answer = await stack.chat(FIRST, conversation_id=conversation_id)
+    assert answer.status == 200
+    assert "X-Conversation-Id" not in answer.headers
+    assert "X-Evil" not in answer.headers
+
+
 async def test_a_header_names_the_conversation(stack: Stack, prefill: StubEngine, decode: StubEngine) -> None:
     headers = {"x-conversation-id": "h"}
     await stack.chat(FIRST, headers=headers)

@@ -139,6 +139,26 @@ def test_a_miss_ends_the_belief_with_its_reason(table: RenewalTable) -> None:
     assert table.miss(7) is MissReason.EVICTED
 
 
+def test_a_lease_that_was_evicted_is_not_revived(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.lose(7, MissReason.EVICTED)
+    table.revive(1.0, 7)
+    assert table.belief(1.0, 7) is Belief.MISSED
+
+
+def test_a_revived_lease_is_renewed_and_believed_after_an_ack_only(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    table.lose(7, MissReason.UNKNOWN)
+    table.beat(1.0)
+    table.revive(2.0, 7)
+    assert table.belief(2.0, 7) is Belief.PENDING
+    beat = table.beat(2.0)
+    assert beat.engines == {"d": EngineDelta(added_lease_ids=(7,))}
+    table.ack(3.0, beat.sequence, {})
+    assert table.belief(17.9, 7) is Belief.HELD
+
+
 def test_a_holder_that_does_not_answer_leaves_the_belief_to_its_deadline(table: RenewalTable) -> None:
     table.expect(0.0, 7, "d")
     table.ack(0.0, table.beat(0.0).sequence, {})

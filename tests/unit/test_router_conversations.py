@@ -113,6 +113,14 @@ def test_a_record_that_is_gone_ends_the_lease(world: World) -> None:
     assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_MISSING
 
 
+def test_a_lease_whose_record_comes_back_is_pending_again(world: World) -> None:
+    first_turn(world)
+    record = lease_record(7, conversation_key(TENANT, "c"))
+    world.table.apply(Batch((Change(record, gone=True),)))
+    world.table.apply(Batch((Change(record),)))
+    assert isinstance(world.signal(world.table.open(request(NEXT, "c"))), LeaseSignal)
+
+
 def test_a_record_absent_from_a_snapshot_proves_nothing(world: World) -> None:
     first_turn(world)
     world.table.apply(Batch((), snapshot=True))

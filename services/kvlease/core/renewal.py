@@ -196,6 +196,16 @@ class RenewalTable:
             lease.miss = reason
             self._touched.add(lease_id)
 
+    def revive(self, now_s: float, lease_id: int) -> None:
+        """A lease that seemed unknown is there again, as after its sidecar's restart: it is pending once more."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.miss is MissReason.UNKNOWN:
+            lease.miss = None
+            lease.held_until_s = None
+            lease.retries = 0
+            lease.pending_until_s = now_s + self._policy.provisional_s
+            self._touch(lease_id)
+
     def hold_pin(self, pin_id: str, engine_id: str) -> None:
         """Renews the reservation of a pin until `drop_pin`."""
         self._pins[pin_id] = engine_id

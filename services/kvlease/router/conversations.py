@@ -247,6 +247,7 @@ class ConversationTable:
             if change.gone:
                 self._forget_record(record)
             else:
+                self._renewals.revive(self._clock.now_s(), record.lease_id)
                 self._records[record.lease_id] = record
                 self._record_of_key[record.conversation_key] = record.lease_id
                 if record.chain_keys:

@@ -141,8 +141,9 @@ def route_headers(turn: Turn) -> dict[str, str]:
     }
     if turn.record.lease_id:
         headers["X-Kvlease-Lease"] = lease_id_to_hex(turn.record.lease_id)
-    if turn.opened.conversation.conversation_id:
-        headers["X-Conversation-Id"] = turn.opened.conversation.conversation_id
+    conversation_id = turn.opened.conversation.conversation_id
+    if conversation_id and conversation_id.isascii() and conversation_id.isprintable():
+        headers["X-Conversation-Id"] = conversation_id
     return headers
 
 
