@@ -1,11 +1,13 @@
 """A running system of one prefill and one decode engine, and what tests ask of it."""
 
 import asyncio
+import json
 import os
 import shlex
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import aiohttp
 import grpc.aio
 
+from kvlease.core.conversation import tenant_digest
+from kvlease.core.ids import lease_id_from_hex
 from kvlease.core.records import EngineRole
 from kvlease.dev.completion import Completion, bytes_read, complete, tokenize
 from kvlease.dev.engine_env import ensure_engine_environment
@@ -21,7 +25,7 @@ from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.stack import EngineSeat, Stack, StackPlan
 from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.router.config import RouterConfig
-from kvlease.v1 import connector_pb2, sidecar_pb2, sidecar_pb2_grpc
+from kvlease.v1 import connector_pb2, registry_pb2, registry_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 
 MODEL = "tiny-qwen3"
 AWAIT_S = 120.0
@@ -37,6 +41,7 @@ class PairPlan:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     connector_module: str = "kvlease_vllm.connector"
     router: RouterConfig = field(default_factory=RouterConfig)
+    stack: type[Stack] = Stack
 
 
 @dataclass(slots=True)
@@ -102,24 +107,28 @@ class Pair:
                 )
             )
 
-        return Stack(StackPlan(1, 1, make, router=plan.router), progress=lambda _: None)
+        return plan.stack(StackPlan(1, 1, make, router=plan.router), progress=lambda _: None)
 
     # --- turns ------------------------------------------------------------------------------------------------
 
     async def turn(
         self,
         messages: list[Message],
-        conversation_id: str,
+        conversation_id: str = "",
         *,
         headers: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> Outcome:
-        """Sends one turn through the router and waits for its end. Streamed unless `stream=False`."""
+        """Sends one turn through the router and waits for its end. Streamed unless `stream=False`.
+
+        Without an id the router finds the conversation by what was said, or begins one.
+        """
         before = await self.bytes_read()
-        body = {**request_body(messages, **fields), "conversation_id": conversation_id}
+        named = {"conversation_id": conversation_id} if conversation_id else {}
+        body = {**request_body(messages, **fields), **named}
         reply, response_headers = await complete(self.session, self.stack.router_url, body, headers)
         read = await self.bytes_read() - before
-        conversation = await self.conversation(conversation_id, headers)
+        conversation = await self.conversation(response_headers["X-Conversation-Id"], headers)
         return Outcome(reply, conversation["turns"][-1], read, response_headers)
 
     async def cold(self, messages: list[Message], **fields: Any) -> Completion:
@@ -127,6 +136,53 @@ class Pair:
         body = {**request_body(messages, **fields), "cache_salt": uuid.uuid4().hex}
         reply, _ = await complete(self.session, self.url(EngineRole.DECODE), body)
         return reply
+
+    async def text_turn(self, prompt: str | list[int], conversation_id: str, **fields: Any) -> Outcome:
+        """Sends a plain prompt, text or token ids, as one turn: its length in tokens is exactly its own."""
+        before = await self.bytes_read()
+        body = {**text_body(prompt, **fields), "conversation_id": conversation_id}
+        answer, headers = await self.post(f"{self.stack.router_url}/v1/completions", body)
+        read = await self.bytes_read() - before
+        conversation = await self.conversation(conversation_id)
+        return Outcome(choices_of(answer)[0], conversation["turns"][-1], read, headers)
+
+    async def text_cold(self, prompt: str | list[int], **fields: Any) -> Completion:
+        """A plain prompt computed from nothing."""
+        body = {**text_body(prompt, **fields), "cache_salt": uuid.uuid4().hex}
+        answer, _ = await self.post(f"{self.url(EngineRole.DECODE)}/v1/completions", body)
+        return choices_of(answer)[0]
+
+    async def post(self, url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """A JSON answer of status 200, with the response headers."""
+        async with self.session.post(url, json=dict(body)) as response:
+            text = await response.text()
+            assert response.status == 200, f"{url} answered {response.status}: {text[:500]}"
+            answer: dict[str, Any] = json.loads(text)
+            return answer, response.headers.copy()
+
+    async def release(self, conversation_id: str) -> None:
+        """Ends a conversation's lease by name, as a client of the registry may."""
+        lease = (await self.conversation(conversation_id))["lease"]
+        assert self.stack.registry is not None
+        async with grpc.aio.insecure_channel(self.stack.registry.address) as channel:
+            stub = registry_pb2_grpc.RegistryServiceStub(channel)
+            request = registry_pb2.ReleaseLeaseRequest(
+                lease_id=lease_id_from_hex(lease["lease_id"]),
+                engine_id=lease["engine_id"],
+                tenant=tenant_digest("anonymous"),
+            )
+            await stub.ReleaseLease(request, timeout=30)
+
+    async def turns_counted(self, path: str, reason: str) -> int:
+        """Turns that ended well by this path, as the router's metrics count them."""
+        labels = f'kvlease_turns_total{{ended="well",path="{path}",reason="{reason}"}} '
+        async with self.session.get(f"{self.stack.router_url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(labels))
+
+    async def prefix_hits(self) -> int:
+        """Tokens that the engines found in their own prefix caches so far."""
+        return int(sum([await self.metric(role, "vllm:prefix_cache_hits_total") for role in EngineRole]))
 
     async def conversation(
         self, conversation_id: str, headers: Mapping[str, str] | None = None
@@ -141,6 +197,17 @@ class Pair:
     async def tokens(self, messages: list[Message]) -> list[int]:
         """The prompt as the engines tokenize it."""
         return await tokenize(self.session, self.url(EngineRole.DECODE), MODEL, messages)
+
+    @asynccontextmanager
+    async def another_router(self, settings: RouterConfig) -> AsyncGenerator[None, None]:
+        """Turns go through another router, which knows no conversation, as long as the context lasts."""
+        first, second = self.stack.router, await self.stack.start_router(settings)
+        self.stack.router = second
+        try:
+            yield
+        finally:
+            self.stack.router = first
+            await second.stop()
 
     # --- engines ----------------------------------------------------------------------------------------------
 
@@ -173,6 +240,36 @@ class Pair:
             answer = await stub.ReadGauges(sidecar_pb2.ReadGaugesRequest(engine_id=engine_id), timeout=30)
             gauges: connector_pb2.HolderGauges = answer.gauges
             return gauges
+
+    async def metric(self, role: EngineRole, name: str) -> float:
+        """The sum of one of an engine's metrics over its labels."""
+        async with self.session.get(f"{self.url(role)}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        wanted = (line for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
+
+    async def is_idle(self, role: EngineRole) -> bool:
+        """Whether no request runs or waits in an engine."""
+        return not (
+            await self.metric(role, "vllm:num_requests_running")
+            + await self.metric(role, "vllm:num_requests_waiting")
+        )
+
+    async def is_at_base(self, role: EngineRole) -> bool:
+        """Whether an engine has nothing to do and every block of it is free (the null block never is)."""
+        await self.poke(role)
+        gauges = await self.gauges(role)
+        held = gauges.held_blocks + gauges.reading_blocks + gauges.quarantined_blocks
+        return not held and gauges.free_blocks == gauges.total_blocks - 1 and await self.is_idle(role)
+
+    async def settles(self, *roles: EngineRole) -> None:
+        """Waits until nothing waits, and every block is back in the pool, in the engines of these roles."""
+        for role in roles or tuple(EngineRole):
+
+            async def at_base(role: EngineRole = role) -> bool:
+                return await self.is_at_base(role)
+
+            await eventually(at_base, f"every block of the {role.value} engine is free")
 
     async def reset_cache(self, role: EngineRole) -> int:
         """Clears an engine's prefix cache, and with it every lease; the HTTP status."""
@@ -208,6 +305,42 @@ def request_body(messages: list[Message], **fields: Any) -> dict[str, Any]:
     if body["stream"]:
         body.setdefault("stream_options", {"include_usage": True})
     return body
+
+
+def text_body(prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+    """A plain completion of 24 greedy tokens with logprobs and token ids, not streamed."""
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": 1,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+def choices_of(answer: Mapping[str, Any]) -> list[Completion]:
+    """The choices of a whole answer, of either API."""
+    replies: list[Completion] = []
+    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        reply = Completion()
+        if "text" in choice:
+            listed = choice["logprobs"]
+            pairs = zip(listed["tokens"], listed["token_logprobs"], strict=True)
+            content = [{"token": token, "logprob": logprob} for token, logprob in pairs]
+            choice = {**choice, "message": {"content": choice["text"]}, "logprobs": {"content": content}}
+        reply.add({"choices": [choice], "usage": answer["usage"]})
+        replies.append(reply)
+    return replies
+
+
+def reusable_tokens(kept: list[int], prompt: list[int]) -> int:
+    """Tokens of a prompt that a lease may serve: whole blocks that leave a token to compute.
+
+    `kept` are the tokens of the lease's turn; the last of them has no KV.
+    """
+    return whole_blocks(min(common_tokens(kept[:-1], prompt), len(prompt) - 1))
 
 
 def whole_blocks(tokens: int) -> int:
