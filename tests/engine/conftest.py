@@ -14,6 +14,7 @@ import pytest_asyncio
 from tests.engine.pair import Pair, PairPlan
 
 REQUEST_TIMEOUT_S = 300.0
+TEST_TIMEOUT_S = 1200.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            # The first test of a module also waits for its engines, and for those of another test run.
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 
 
 @pytest.fixture(scope="module")

@@ -325,14 +325,19 @@ def choices_of(answer: Mapping[str, Any]) -> list[Completion]:
     replies: list[Completion] = []
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         reply = Completion()
-        if "text" in choice:
-            listed = choice["logprobs"]
-            pairs = zip(listed["tokens"], listed["token_logprobs"], strict=True)
-            content = [{"token": token, "logprob": logprob} for token, logprob in pairs]
-            choice = {**choice, "message": {"content": choice["text"]}, "logprobs": {"content": content}}
-        reply.add({"choices": [choice], "usage": answer["usage"]})
+        reply.add(
+            {"choices": [choice if "message" in choice else _as_chat(choice)], "usage": answer["usage"]}
+        )
         replies.append(reply)
     return replies
+
+
+def _as_chat(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A choice of a plain completion in the shape of a chat's."""
+    listed = choice["logprobs"]
+    pairs = zip(listed["tokens"], listed["token_logprobs"], strict=True)
+    content = [{"token": token, "logprob": logprob} for token, logprob in pairs]
+    return {**choice, "message": {"content": choice["text"]}, "logprobs": {"content": content}}
 
 
 def reusable_tokens(kept: list[int], prompt: list[int]) -> int:
