@@ -381,11 +381,12 @@ class SchedulerHalf:
         return chain.digests
 
     def _kept_tokens(self, request: "Request", keep: KeepOrder) -> int:
+        # What a step in flight computes is not written yet, and a READ does not wait for it.
+        computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         if keep.kind is LeaseKind.TRANSFER:
-            return min(request.num_computed_tokens, request.num_prompt_tokens)
+            return min(computed, request.num_prompt_tokens)
         # The last sampled token has no KV, and an in-flight step may still write into its block.
-        computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        return computed // self._block_size * self._block_size
+        return min(computed, request.num_tokens - 1) // self._block_size * self._block_size
 
     def _grant(self, grant: Grant, keep: KeepOrder) -> bool:
         if keep.kind is LeaseKind.TRANSFER:

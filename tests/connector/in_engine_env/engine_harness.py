@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -309,10 +310,12 @@ def make_request(
 ) -> Request:
     """A request with random-looking tokens given by the test."""
     extra = {"kv_transfer_params": {"kvlease": params.to_json()}} if params is not None else None
-    raw = changes.pop("raw_params", None)
+    raw, stop_ids = changes.pop("raw_params", None), changes.pop("stop_ids", None)
     if raw is not None:
         extra = {"kv_transfer_params": raw}
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, extra_args=extra, stop_token_ids=stop_ids
+    )
     sampling.update_from_generation_config({}, eos_token_id=999)
     return Request(
         request_id=request_id,
@@ -356,6 +359,7 @@ def make_harness(
     blocks: int = 64,
     ranks: int = 1,
     batched_tokens: int = 2048,
+    asynchronous: bool = False,
     **settings: Any,
 ) -> Harness:
     """A scheduler whose connector is ours, on `blocks` blocks of 16 tokens (one of them is vLLM's null block)."""
@@ -363,10 +367,11 @@ def make_harness(
     monkeypatch.setattr(connector_scheduler, "SidecarService", FakeSidecar)
     monkeypatch.setattr(connector_scheduler, "awake_s", clock.now_s)
     init_none_hash(sha256)
-    config = _config(ranks, batched_tokens, settings)
+    config = _config(ranks, batched_tokens, asynchronous, settings)
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    scheduler = Scheduler(
+    scheduler_class = AsyncScheduler if asynchronous else Scheduler
+    scheduler = scheduler_class(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
@@ -388,7 +393,7 @@ def make_harness(
     )
 
 
-def _config(ranks: int, batched_tokens: int, settings: dict[str, Any]) -> VllmConfig:
+def _config(ranks: int, batched_tokens: int, asynchronous: bool, settings: dict[str, Any]) -> VllmConfig:
     model: Path = ensure_tiny_model()
     config = VllmConfig(
         model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
@@ -398,7 +403,7 @@ def _config(ranks: int, batched_tokens: int, settings: dict[str, Any]) -> VllmCo
             max_model_len=2048,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=asynchronous,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
@@ -413,4 +418,6 @@ def _config(ranks: int, batched_tokens: int, settings: dict[str, Any]) -> VllmCo
     )
     config.cache_config.block_size = BLOCK
     config.parallel_config.world_size = ranks
+    # vLLM switches it off where the executor cannot do it; there is no executor here.
+    config.scheduler_config.async_scheduling = asynchronous
     return config

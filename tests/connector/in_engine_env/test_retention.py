@@ -57,6 +57,41 @@ def test_computed_tokens_that_are_too_high_are_clamped(engine: Harness) -> None:
     assert grant_of(engine, 1).tokens == BLOCK
 
 
+def test_under_async_scheduling_the_block_of_a_step_in_flight_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_harness(monkeypatch, asynchronous=True)
+    tokens = prompt(2 * BLOCK - 1)
+    first_token = 7 + len(tokens) % 50
+    request = engine.add(
+        make_request("a", tokens, turn(keep_order=keep(1)), max_tokens=9, stop_ids=[first_token])
+    )
+    engine.schedule()
+    engine.schedule()
+    engine.finish_step()
+    # It ended with two full blocks of tokens, and the next step, which computes the last of them, is in flight.
+    assert (request.num_computed_tokens, request.num_tokens) == (2 * BLOCK, 2 * BLOCK)
+    assert grant_of(engine, 1).tokens == BLOCK
+    assert engine.free == 63 - 2
+    engine.finish_step()
+    assert engine.free == 63 - 1
+
+
+def test_an_abort_keeps_nothing_of_a_chunk_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_harness(monkeypatch, batched_tokens=2 * BLOCK, asynchronous=True)
+    request = engine.add(make_request("a", prompt(6 * BLOCK), turn(keep_order=keep(1)), max_tokens=9))
+    for _ in range(4):
+        engine.step()
+    assert request.num_output_tokens > 0
+    # Everything is computed anew, two blocks a step, as after a preemption.
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    engine.schedule()
+    assert request.num_computed_tokens == 4 * BLOCK
+    engine.abort(request)
+    assert grant_of(engine, 1).tokens == 2 * BLOCK
+
+
 def test_kept_blocks_are_not_handed_out_again_while_they_are_held(engine: Harness) -> None:
     engine.add(make_request("a", prompt(10 * BLOCK), turn(keep_order=keep(1, duration_s=600)), max_tokens=2))
     engine.run()
