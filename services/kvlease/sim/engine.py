@@ -157,6 +157,9 @@ class SimEngine:
         location: where other engines READ from it.
     """
 
+    holder_class: type[SimHolder] = SimHolder
+    reader_class: type[Reader] = Reader
+
     def __init__(
         self,
         settings: EngineSettings,
@@ -169,8 +172,8 @@ class SimEngine:
         self.settings = settings
         self.pool = BlockPool(settings.total_blocks)
         limits = HoldLimits(int(settings.total_blocks * settings.reading_cap), settings.lifetime_max_s)
-        self.holder = SimHolder(holder, self.pool, limits, clock, settings.layout(), location)
-        self.reader = Reader(self.pool, pins, transfers, clock, settings.reader, self._wake)
+        self.holder = self.holder_class(holder, self.pool, limits, clock, settings.layout(), location)
+        self.reader = self.reader_class(self.pool, pins, transfers, clock, settings.reader, self._wake)
         self.running = 0
         self._location = location
         self._model = SimModel(settings.model, settings.weights_version)

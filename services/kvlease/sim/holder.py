@@ -15,6 +15,8 @@ from kvlease.sim.ports import OfferListener
 class SimHolder:
     """Answers for one engine incarnation. Runs on one event loop and never awaits."""
 
+    table_class: type[HoldTable] = HoldTable
+
     def __init__(
         self,
         holder: Holder,
@@ -24,7 +26,7 @@ class SimHolder:
         layout: KvLayout,
         location: KvLocation,
     ) -> None:
-        self._table = HoldTable(holder, limits)
+        self._table = self.table_class(holder, limits)
         self._pool = pool
         self._clock = clock
         self._layout = layout
