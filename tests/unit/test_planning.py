@@ -146,3 +146,15 @@ def test_limits_are_the_callers() -> None:
 
 def test_every_miss_has_a_reason() -> None:
     assert set(REASON_OF_MISS) == set(MissReason)
+
+
+def test_an_engine_without_a_sidecar_serves_alone_and_only_when_there_is_no_other() -> None:
+    left = replace(DECODE, engine_id="left", retain=False, suspect=True, registered=False)
+    assert planned(PlanReason.FIRST_TURN, PREFILL, left, DECODE).decode_engine_id == "d"
+    assert planned(PlanReason.LEASE_LOST, PREFILL, left) == Plan(
+        TurnPath.RECOMPUTE, PlanReason.ENGINE_UNREGISTERED, "left", keep=False
+    )
+    alone = replace(PREFILL, retain=False, suspect=True, registered=False)
+    assert planned(PlanReason.LEASE_LOST, alone, DECODE) == Plan(
+        TurnPath.RECOMPUTE, PlanReason.ENGINE_UNREGISTERED, "d"
+    )

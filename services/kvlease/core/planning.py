@@ -36,6 +36,7 @@ class PlanReason(Enum):
     NO_PREFILL_ENGINE = "no_prefill_engine"
     LAYOUT_MISMATCH = "layout_mismatch"
     RETAIN_REFUSED = "retain_refused"
+    ENGINE_UNREGISTERED = "engine_unregistered"
     BATCH = "batch"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
@@ -81,6 +82,7 @@ class EngineSignal:
     Attributes:
         running: turns in flight.
         suspect: a call to it failed a moment ago; chosen only when there is no other.
+        registered: False when only the engine itself is left, without a sidecar that speaks for it.
     """
 
     engine_id: str
@@ -90,6 +92,7 @@ class EngineSignal:
     prefix_caching: bool = True
     running: int = 0
     suspect: bool = False
+    registered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,8 @@ def choose_prefill(
 def _pair(engines: tuple[EngineSignal, ...], decode: EngineSignal) -> tuple[EngineSignal | None, PlanReason]:
     prefills = [e for e in engines if e.role is EngineRole.PREFILL]
     chosen = choose_prefill(prefills, decode)
+    if not decode.registered or (prefills and not any(e.registered for e in prefills)):
+        return None, PlanReason.ENGINE_UNREGISTERED
     if not prefills:
         return None, PlanReason.NO_PREFILL_ENGINE
     if not any(e.layout_hash == decode.layout_hash for e in prefills):

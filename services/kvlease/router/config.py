@@ -31,6 +31,7 @@ class RouterConfig:
     turn_timeout_s: float = setting(1800.0, "bound of one turn, its streamed answer included")
     prefill_timeout_s: float = setting(120.0, "bound of one try of the prefill leg")
     suspect_s: float = setting(2.0, "an engine is avoided this long after a call to it failed")
+    unregistered_s: float = setting(300.0, "an engine whose sidecar is gone is the last resort this long")
     body_bytes_max: int = setting(32 << 20, "longest body of a request: images travel in it")
     conversations_max: int = setting(
         100_000, "conversations remembered; beyond, the least recent is forgotten"
@@ -70,6 +71,7 @@ class RouterConfig:
             "reuse_tokens_min",
             "wait_for_offer_s",
             "suspect_s",
+            "unregistered_s",
             "stop_grace_s",
         ):
             require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")

@@ -1,6 +1,10 @@
-"""The engines that a router knows, and how busy it keeps each of them."""
+"""The engines that a router knows, and how busy it keeps each of them.
 
-from collections import Counter
+A record vanishes with an engine's sidecar as well as with the engine. So one that is registered no more is
+remembered for a while, and serves turns without leases when there is no other.
+"""
+
+from collections import Counter, OrderedDict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
@@ -11,6 +15,7 @@ from kvlease.core.records import Engine, EngineRole
 from kvlease.store.port import Batch
 
 RANK_HEADER = "X-data-parallel-rank"
+UNREGISTERED_MAX = 64
 
 
 class EngineTable:
@@ -18,25 +23,29 @@ class EngineTable:
 
     Args:
         suspect_s: how long an engine is avoided after a call to it failed.
+        unregistered_s: how long an engine without a record is the last resort.
     """
 
-    def __init__(self, clock: Clock, suspect_s: float) -> None:
+    def __init__(self, clock: Clock, suspect_s: float, unregistered_s: float = 300.0) -> None:
         self._clock = clock
         self._suspect_s = suspect_s
+        self._unregistered_s = unregistered_s
         self._engines: dict[str, Engine] = {}
+        self._unregistered: OrderedDict[str, tuple[float, Engine]] = OrderedDict()
         self._running: Counter[str] = Counter()
         self._suspect_until_s: dict[str, float] = {}
 
     def apply(self, batch: Batch[Engine]) -> None:
         """Takes what the watch tells."""
         if batch.snapshot:
-            self._engines.clear()
+            for engine_id in list(self._engines):
+                self._unregister(engine_id)
         for change in batch.changes:
             engine_id = change.item.holder.engine_id
             if change.gone:
-                self._engines.pop(engine_id, None)
+                self._unregister(engine_id)
             else:
-                self._engines[engine_id] = change.item
+                self._register(change.item)
         self._suspect_until_s = {
             engine_id: until_s
             for engine_id, until_s in self._suspect_until_s.items()
@@ -44,8 +53,9 @@ class EngineTable:
         }
 
     def get(self, engine_id: str) -> Engine | None:
-        """A registered engine."""
-        return self._engines.get(engine_id)
+        """An engine that may serve a turn."""
+        engine = self._engines.get(engine_id)
+        return engine or next((one for one in self._last_resort() if one.holder.engine_id == engine_id), None)
 
     def all(self, role: EngineRole | None = None) -> list[Engine]:
         """Registered engines of a role, by id."""
@@ -58,20 +68,9 @@ class EngineTable:
 
     def signals(self, model: str) -> tuple[EngineSignal, ...]:
         """The engines that may serve a model: those that say so, else all (an adapter has its own name)."""
-        named = [engine for engine in self._engines.values() if engine.model == model]
-        now_s = self._clock.now_s()
-        return tuple(
-            EngineSignal(
-                engine_id=engine.holder.engine_id,
-                role=engine.role,
-                layout_hash=engine.layout.layout_hash,
-                retain=engine.retain,
-                prefix_caching=engine.prefix_caching,
-                running=self._running[engine.holder.engine_id],
-                suspect=now_s < self._suspect_until_s.get(engine.holder.engine_id, now_s),
-            )
-            for engine in named or self._engines.values()
-        )
+        known = [*self._engines.values(), *self._last_resort()]
+        named = [engine for engine in known if engine.model == model]
+        return tuple(self._signal(engine) for engine in named or known)
 
     @contextmanager
     def running(self, engine_id: str) -> Generator[None, None, None]:
@@ -92,3 +91,39 @@ class EngineTable:
         """What a request needs to reach this engine and not another rank behind the same URL."""
         shared = sum(other.url == engine.url for other in self._engines.values()) > 1
         return {RANK_HEADER: str(engine.data_parallel_rank)} if shared or engine.data_parallel_rank else {}
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _register(self, engine: Engine) -> None:
+        """Whoever registers at an address is the only one there."""
+        self._engines[engine.holder.engine_id] = engine
+        here = (engine.url, engine.data_parallel_rank)
+        for engine_id, (_, former) in list(self._unregistered.items()):
+            if engine_id == engine.holder.engine_id or (former.url, former.data_parallel_rank) == here:
+                del self._unregistered[engine_id]
+
+    def _unregister(self, engine_id: str) -> None:
+        engine = self._engines.pop(engine_id, None)
+        if engine is None:
+            return
+        self._unregistered[engine_id] = (self._clock.now_s() + self._unregistered_s, engine)
+        if len(self._unregistered) > UNREGISTERED_MAX:
+            self._unregistered.popitem(last=False)
+
+    def _last_resort(self) -> list[Engine]:
+        now_s = self._clock.now_s()
+        return [engine for until_s, engine in self._unregistered.values() if now_s < until_s]
+
+    def _signal(self, engine: Engine) -> EngineSignal:
+        engine_id, now_s = engine.holder.engine_id, self._clock.now_s()
+        registered = engine_id in self._engines
+        return EngineSignal(
+            engine_id=engine_id,
+            role=engine.role,
+            layout_hash=engine.layout.layout_hash,
+            retain=engine.retain and registered,
+            prefix_caching=engine.prefix_caching,
+            running=self._running[engine_id],
+            suspect=not registered or now_s < self._suspect_until_s.get(engine_id, now_s),
+            registered=registered,
+        )

@@ -86,7 +86,7 @@ class RouterServer:
         config = self._config
         policy = config.renewal_policy()
         renewals = RenewalTable(policy)
-        engines = EngineTable(self._clock, config.suspect_s)
+        engines = EngineTable(self._clock, config.suspect_s, config.unregistered_s)
         return TurnServices(
             clock=self._clock,
             engines=engines,
