@@ -12,7 +12,7 @@ are left to the caller: this file knows no vLLM.
 
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +25,9 @@ from kvlease.core.turn import ReadOrder
 
 FENCE_SHARE = 0.8
 """Share of a duration that whoever asked may count on: clocks drift by at most 10 % on either side."""
+
+ENDED_PINS_MAX = 4096
+"""Pin ids that are remembered after their UNPIN; a pin lives for a minute at most without being renewed."""
 
 RENEW_SHARE = 0.4
 """A read part that is not used yet is asked for again after this share of it; too little is left to begin."""
@@ -101,6 +104,7 @@ class Reads:
     _reads: dict[str, Read] = field(default_factory=dict[str, Read])
     _by_attempt: dict[int, Read] = field(default_factory=dict[int, Read])
     _users_of_pin: Counter[str] = field(default_factory=Counter[str])
+    _ended_pins: "OrderedDict[str, None]" = field(default_factory=OrderedDict[str, None])
     _met: set[str] = field(default_factory=set[str])
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -108,7 +112,11 @@ class Reads:
     # --- the scheduler's thread ---------------------------------------------------------------------
 
     def begin(self, request_id: str, order: ReadOrder, tenant: str) -> None:
-        """Asks for the pin of a new request, so that it overlaps with queueing."""
+        """Asks for the pin of a new request, so that it overlaps with queueing.
+
+        Nothing is read under a pin id that was ended before: that UNPIN may still be on its way, and would end
+        the pin that this request relies on.
+        """
         met = order.holder.engine_id in self._met
         read = Read(
             request_id,
@@ -119,6 +127,8 @@ class Reads:
             read_part_s=self.read_part_s if met else self.first_read_part_s,
         )
         with self._lock:
+            if order.pin_id in self._ended_pins:
+                return
             self._reads[request_id] = read
             self._by_attempt[read.attempt_id] = read
             self._users_of_pin[order.pin_id] += 1
@@ -262,4 +272,7 @@ class Reads:
         self._users_of_pin[pin_id] -= 1
         if not self._users_of_pin[pin_id]:
             del self._users_of_pin[pin_id]
+            self._ended_pins[pin_id] = None
+            if len(self._ended_pins) > ENDED_PINS_MAX:
+                self._ended_pins.popitem(last=False)
             self.send_unpin(read.order)

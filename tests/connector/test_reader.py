@@ -201,6 +201,13 @@ def test_requests_that_share_a_pin_end_it_together(bench: Bench) -> None:
     assert bench.unpins() == 1
 
 
+def test_nothing_is_read_under_a_pin_that_was_ended_before(bench: Bench) -> None:
+    bench.reads.settle(bench.begin("0"), "read")
+    bench.reads.begin("1", ReadOrder(7, "pin", LeaseKind.CONVERSATION, PEER, "a:1"), "tenant")
+    assert bench.reads.get("1") is None
+    assert bench.sent == [("ask", "pin"), ("unpin", "pin")]
+
+
 def test_a_short_common_prefix_counts_as_a_mismatch_and_a_whole_one_does_not(bench: Bench) -> None:
     read = bench.begin()
     held, prompt = BlockChain(4, b"x" * 32, 8), BlockChain(4, b"x" * 32, 9)
