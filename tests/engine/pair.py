@@ -204,10 +204,15 @@ class Pair:
         first, second = self.stack.router, await self.stack.start_router(settings)
         self.stack.router = second
         try:
+            await eventually(self._is_routing, "the router knows the engines")
             yield
         finally:
             self.stack.router = first
             await second.stop()
+
+    async def _is_routing(self) -> bool:
+        async with self.session.get(f"{self.stack.router_url}/health") as response:
+            return response.status == 200
 
     # --- engines ----------------------------------------------------------------------------------------------
 
