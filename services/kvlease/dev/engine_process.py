@@ -106,6 +106,8 @@ class EngineSpec:
     """More entries of `kv_connector_extra_config.kvlease`."""
     connector_module: str = "kvlease_vllm.connector"
     """Module that holds `KvleaseConnector`; tests name a module with faults planted."""
+    connector_path: Path | None = None
+    """Folder to import that module from, when it is not kvlease's own."""
     extra_arguments: tuple[str, ...] = ()
     """Appended to the command line, so that they override what is set here."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -169,6 +171,7 @@ class EngineSpec:
         if self.device is Device.CUDA:
             # vLLM is where this environment has it; the CPU build has an environment of its own.
             roots += [path for path in (inherited.get("PYTHONPATH"),) if path]
+        roots += [str(self.connector_path)] if self.connector_path is not None else []
         kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
         return {
             **kept,

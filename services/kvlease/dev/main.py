@@ -77,6 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="kvlease_vllm.connector",
         help="module of KvleaseConnector; for tests of --check",
     )
+    parser.add_argument("--connector-path", type=Path, help="folder to import that module from")
     parser.add_argument("--log-level", default="warning", help="log level of registry, router and sidecars")
 
 
@@ -175,6 +176,7 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
                 served_model_name=SERVED_MODEL,
                 kvlease_config={"pin_wait_s": 10.0},
                 connector_module=arguments.connector_module,
+                connector_path=arguments.connector_path,
                 extra_arguments=(*EXTRA_ARGUMENTS, *arguments.engine_arguments),
             )
         )
