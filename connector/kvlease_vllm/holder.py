@@ -36,6 +36,7 @@ class BlockHolder:
 
     Args:
         notify: called on either thread, without the lock, when there are events to send to the sidecar.
+        before_reset: called on the scheduler's thread when vLLM is about to clear its caches.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class BlockHolder:
         budget_blocks: int,
         notify: Callable[[Sequence[HoldEvent]], None],
         now_s: Callable[[], float] = time.monotonic,
+        before_reset: Callable[[], None] = lambda: None,
     ) -> None:
         self._table = HoldTable(holder, limits)
         self._pool = pool
         self._budget_blocks = budget_blocks
         self._notify = notify
         self._now_s = now_s
+        self._before_reset = before_reset
         self._lock = threading.Lock()
         self._order: dict[int, int] = {}
         self.evictions = 0
@@ -191,6 +194,7 @@ class BlockHolder:
 
     def reset(self) -> bool:
         """vLLM's `reset_prefix_cache`: loses every hold first. False when pinned blocks stay referenced."""
+        self._before_reset()
         with self._lock:
             self._table.reset(self._now_s())
         self.give_back()
@@ -198,6 +202,7 @@ class BlockHolder:
 
     def lose_all(self) -> None:
         """Loses every hold without touching the pool's cache; nothing happens when there is none."""
+        self._before_reset()
         with self._lock:
             if len(self._table):
                 self._table.reset(self._now_s())

@@ -206,6 +206,13 @@ class Reads:
         with self._lock:
             self._settle(read, outcome)
 
+    def lose(self) -> None:
+        """Ends every READ that is not posted yet: this engine's caches are being cleared, and what the holder
+        has may come from other weights."""
+        for read in list(self._reads.values()):
+            if read.stage in (Stage.ASKING, Stage.PINNED):
+                self.settle(read, MissReason.LOST.value)
+
     def forget(self, request_id: str) -> Read | None:
         """Forgets a request; one whose READ is posted stays until that has ended."""
         read = self._reads.get(request_id)

@@ -114,7 +114,9 @@ class SchedulerHalf:
             lifetime_max_s=self._settings.lifetime_max_s,
         )
         budget = int(total * self._settings.retention_budget)
-        self._holder = BlockHolder(self._facts.holder, pool, limits, budget, self._on_events)
+        self._holder = BlockHolder(
+            self._facts.holder, pool, limits, budget, self._on_events, before_reset=self._reads.lose
+        )
         self._quarantine = Quarantine(pool, self._ranks)
         self._service.start(self._facts, self._holder, self._reads, self.counters)
 

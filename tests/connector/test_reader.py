@@ -201,6 +201,16 @@ def test_requests_that_share_a_pin_end_it_together(bench: Bench) -> None:
     assert bench.unpins() == 1
 
 
+def test_a_reset_of_the_caches_loses_what_is_not_posted(bench: Bench) -> None:
+    asking, held, posted = (bench.begin(name, name) for name in "ahp")
+    for read in (held, posted):
+        bench.answer(read)
+    bench.reads.post(posted, (3,), 4)
+    bench.reads.lose()
+    assert [read.outcome for read in (asking, held, posted)] == ["lost", "lost", ""]
+    assert not bench.reads.post(held, (4,), 4)
+
+
 def test_nothing_is_read_under_a_pin_that_was_ended_before(bench: Bench) -> None:
     bench.reads.settle(bench.begin("0"), "read")
     bench.reads.begin("1", ReadOrder(7, "pin", LeaseKind.CONVERSATION, PEER, "a:1"), "tenant")

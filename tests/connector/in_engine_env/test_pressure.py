@@ -238,6 +238,14 @@ def test_a_reset_fails_only_for_pinned_blocks_and_succeeds_when_they_are_let_go(
     assert engine.free == 63
 
 
+def test_a_reset_of_the_reader_ends_the_reads_that_it_has_not_begun(engine: Harness) -> None:
+    engine.add(make_request("a", prompt(4 * BLOCK), turn(read())))
+    engine.answer(engine.pinned(prompt(4 * BLOCK)))
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert (engine.reports["a"]["outcome"], engine.ranks[0].worker.posted) == ("lost", [])
+
+
 def test_an_address_from_before_a_reset_pins_nothing(engine: Harness) -> None:
     retain(engine, 1, 10)
     old = engine.half._holder.holder
