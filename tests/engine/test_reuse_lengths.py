@@ -1,0 +1,163 @@
+"""Lengths at the edges of blocks, several choices, and every way to end: reuse is exact, and nothing leaks."""
+
+import random
+import string
+from typing import Any
+
+import pytest
+from tests.engine.pair import (
+    Message,
+    Pair,
+    choices_of,
+    eventually,
+    request_body,
+    reusable_tokens,
+    whole_blocks,
+)
+
+from kvlease.core.records import EngineRole
+from kvlease.dev.check import FIRST, SECOND, SYSTEM, THIRD
+from kvlease.dev.completion import Completion
+from kvlease.dev.engine_process import BLOCK_TOKENS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REPLY_TOKENS = BLOCK_TOKENS
+"""A reply of one block leaves a turn as far from a block's end as its prompt was."""
+
+
+def prose(name: str, length: int) -> str:
+    """Text of exactly `length` tokens that nothing else begins with."""
+    generator = random.Random(name)
+    return "".join(generator.choices(string.ascii_lowercase + " ", k=length))
+
+
+def token_ids(text: str) -> list[int]:
+    """The tokens of a plain text: its bytes."""
+    return list(text.encode())
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+async def test_prompts_at_the_edge_of_a_block_reuse_whole_blocks_on_every_path(
+    pair: Pair, offset: int
+) -> None:
+    conversation_id = f"edge{offset}"
+    text, kept = "", list[int]()
+    for blocks, path in ((10, "recompute"), (13, "append"), (34, "readback")):
+        text += prose(f"{conversation_id}-{blocks}", blocks * BLOCK_TOKENS + offset - len(text))
+        assert len(text) % BLOCK_TOKENS == offset % BLOCK_TOKENS
+        await pair.reset_cache(EngineRole.PREFILL)
+        turn = await pair.text_turn(text, conversation_id, max_tokens=REPLY_TOKENS)
+        assert turn.path == path
+        assert turn.record["prompt_tokens"] == len(text)
+        assert turn.reused_tokens == reusable_tokens(kept, token_ids(text))
+        assert turn.reply.equals(await pair.text_cold(text, max_tokens=REPLY_TOKENS))
+        kept = token_ids(text) + turn.reply.token_ids
+        text += turn.reply.text
+
+
+@pytest.mark.parametrize("path", ["append", "readback", "recompute"])
+@pytest.mark.parametrize("suffix", ["", "x"])
+async def test_a_suffix_of_no_or_one_token_is_right_on_every_path(pair: Pair, suffix: str, path: str) -> None:
+    conversation_id = f"suffix-{len(suffix)}-{path}"
+    # Prompt and reply fill their last block: without a suffix a block less can be used than was kept.
+    text = prose(conversation_id, 10 * BLOCK_TOKENS + 1)
+    first = await pair.text_turn(text, conversation_id, max_tokens=REPLY_TOKENS - 1)
+    kept = token_ids(text) + first.reply.token_ids
+    text += first.reply.text + suffix
+    await pair.reset_cache(EngineRole.PREFILL)
+    # The router cannot see that token ids go on from a text: it lets the engines compare.
+    prompt = token_ids(text) if path == "readback" else text
+    second = await pair.text_turn(prompt, conversation_id + ("-2" if path == "recompute" else ""))
+    assert second.path == path
+    reusable = 0 if path == "recompute" else reusable_tokens(kept, token_ids(text))
+    assert second.reused_tokens == reusable
+    assert second.reply.equals(await pair.text_cold(text))
+
+
+async def test_two_choices_are_both_right_and_leave_one_lease(pair: Pair) -> None:
+    for role in EngineRole:
+        await pair.reset_cache(role)
+    await pair.settles()
+    history: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": FIRST + " choices"},
+    ]
+    for text, path in ((SECOND, "recompute"), (THIRD, "append"), ("", "readback")):
+        prompt = await pair.tokens(history)
+        choices = await two_choices(pair, history, path)
+        lease_blocks = whole_blocks(len(prompt) + len(choices[0].token_ids) - 1) // BLOCK_TOKENS
+
+        async def one_lease_is_left(blocks: int = lease_blocks) -> bool:
+            gauges = await pair.gauges(EngineRole.DECODE)
+            return bool(gauges.held_blocks == blocks and not gauges.reading_blocks)
+
+        await eventually(one_lease_is_left, "the engine holds the blocks of one lease")
+        history = [
+            *history,
+            {"role": "assistant", "content": choices[0].text},
+            {"role": "user", "content": text},
+        ]
+        await pair.reset_cache(EngineRole.PREFILL)
+    await pair.release("choices")
+    await pair.settles()
+
+
+async def two_choices(pair: Pair, history: list[Message], path: str) -> list[Completion]:
+    """Two sampled replies of one turn; both equal their cold runs."""
+    body = request_body(history, n=2, temperature=1.0, seed=11, stream=False)
+    answer, headers = await pair.post(
+        f"{pair.stack.router_url}/v1/chat/completions", {**body, "conversation_id": "choices"}
+    )
+    assert headers["X-Kvlease-Route"].split(";")[0] == path
+    cold, _ = await pair.post(
+        f"{pair.url(EngineRole.DECODE)}/v1/chat/completions", {**body, "cache_salt": path}
+    )
+    choices, expected = choices_of(answer), choices_of(cold)
+    assert choices[0].text != choices[1].text
+    assert [one.equals(other) for one, other in zip(choices, expected, strict=True)] == [True, True]
+    return choices
+
+
+@pytest.mark.parametrize("ending", ["length", "stop_token", "stop_string"])
+async def test_the_turn_after_any_ending_reuses_all_and_is_right(pair: Pair, ending: str) -> None:
+    conversation_id = f"ending-{ending}"
+    history: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": FIRST + conversation_id},
+    ]
+    kept, paths = list[int](), list[str]()
+    for text in (SECOND, THIRD, ""):
+        whole = await pair.cold(history)
+        stop = stop_of(ending, whole)
+        turn = await pair.turn(history, conversation_id, **stop)
+        prompt = await pair.tokens(history)
+        paths.append(turn.path)
+        assert turn.reply.finish_reason == ("length" if ending == "length" else "stop")
+        assert turn.reply.equals(await pair.cold(history, **stop))
+        if kept:
+            assert turn.reused_tokens == reusable_tokens(kept, prompt)
+        # The engine computed at least what the reply shows; the next prompt differs right after it.
+        kept = prompt + whole.token_ids
+        history = [
+            *history,
+            {"role": "assistant", "content": turn.reply.text},
+            {"role": "user", "content": text},
+        ]
+        await pair.reset_cache(EngineRole.PREFILL)
+    assert paths == ["recompute", "append", "readback"]
+
+
+def stop_of(ending: str, reply: Completion) -> dict[str, Any]:
+    """Fields that end this reply early, at a place where what ends it occurs first."""
+    if ending == "length":
+        return {}
+    length = 1 if ending == "stop_token" else 2
+    place = next(
+        place
+        for place in range(8, len(reply.text))
+        if reply.text.find(reply.text[place : place + length]) == place
+    )
+    if ending == "stop_token":
+        return {"stop_token_ids": [reply.token_ids[place]]}
+    return {"stop": [reply.text[place : place + length]]}
