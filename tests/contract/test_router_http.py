@@ -89,7 +89,14 @@ class Stack:
 async def stack() -> AsyncIterator[Stack]:
     registry = StubRegistry()
     config = RouterConfig(
-        listen="127.0.0.1:0", grpc_listen="127.0.0.1:0", stop_grace_s=0.1, prefill_timeout_s=5.0
+        listen="127.0.0.1:0",
+        grpc_listen="127.0.0.1:0",
+        stop_grace_s=0.1,
+        prefill_timeout_s=5.0,
+        # No beat comes by itself: what is confirmed was confirmed at once.
+        heartbeat_interval_s=600.0,
+        lease_duration_s=1800.0,
+        reservation_s=700.0,
     )
     router = RouterServer(config, LoopClock(), registry)
     await router.start()
