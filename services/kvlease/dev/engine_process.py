@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from kvlease.dev.child_process import tied_to_this_process
 
 HOST = "127.0.0.1"
 BLOCK_TOKENS = 32  # the CPU backend wants a multiple of 32
@@ -34,17 +35,6 @@ _NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 _REPOSITORY_ROOT = _SOURCE_ROOT.parent
-
-# Asks the kernel for SIGTERM when the parent ends, then becomes the engine. A fork hook of the parent
-# would do the same, but is unsafe in a process that has threads (gRPC's).
-_LAUNCHER = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
 
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -215,11 +205,9 @@ class EngineProcess:
         if self.running:
             raise RuntimeError("the engine is already running")
         self.spec.log_file.parent.mkdir(parents=True, exist_ok=True)
-        launcher = (sys.executable, "-S", "-E", "-c", _LAUNCHER, str(os.getpid()))
         with self.spec.log_file.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *launcher,
-                *self.spec.command(),
+                *tied_to_this_process(self.spec.command()),
                 env=self.spec.process_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

@@ -5,6 +5,7 @@ could not be written is written later in its newest form. What waits is bounded 
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -17,6 +18,9 @@ from kvlease.core.records import Engine, LeaseRecord
 from kvlease.store.port import Recorded, Session, Store
 
 Result = TypeVar("Result")
+
+REMOVED_MAX = 500
+"""Records removed by one call, which has to end within its deadline."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class EngineRecorder:
         self._renewed_s = 0.0
         self._wanted: dict[int, tuple[LeaseRecord, int]] = {}
         self._dirty: dict[int, None] = {}
+        self._gone: dict[int, None] = {}
         self._engine_dirty = False
         self._changed = asyncio.Event()
 
@@ -77,12 +82,14 @@ class EngineRecorder:
         """Wants a confirmed lease to be recorded."""
         self._wanted[record.lease_id] = (record, supersedes)
         self._dirty[record.lease_id] = None
+        self._gone.pop(record.lease_id, None)
         self._changed.set()
 
     def remove(self, lease_id: int) -> None:
         """Wants no record of a lease."""
         if self._wanted.pop(lease_id, None) is not None:
-            self._dirty[lease_id] = None
+            self._dirty.pop(lease_id, None)
+            self._gone[lease_id] = None
             self._changed.set()
 
     async def open(self) -> None:
@@ -134,6 +141,9 @@ class EngineRecorder:
         if self._engine_dirty:
             self._engine_dirty = False
             await self._retained(session.put_engine(self._engine), self._mark_engine)
+        while self._gone:
+            await self._remove(session, list(itertools.islice(self._gone, REMOVED_MAX)))
+            await self._renew_if_due(session)
         while self._dirty:
             await self._write_lease(session, next(iter(self._dirty)))
             await self._renew_if_due(session)
@@ -146,20 +156,25 @@ class EngineRecorder:
                 raise StoreUnavailable("the session is over")
             self._renewed_s = before_s
 
+    async def _remove(self, session: Session, lease_ids: list[int]) -> None:
+        for lease_id in lease_ids:
+            del self._gone[lease_id]
+        await self._retained(
+            session.remove_leases(lease_ids), lambda: self._gone.update(dict.fromkeys(lease_ids))
+        )
+
     async def _write_lease(self, session: Session, lease_id: int) -> None:
         del self._dirty[lease_id]
-        wanted = self._wanted.get(lease_id)
+        record, supersedes = self._wanted[lease_id]
 
         def mark() -> None:
-            self._dirty[lease_id] = None
+            if lease_id in self._wanted:
+                self._dirty[lease_id] = None
 
-        if wanted is None:
-            await self._retained(session.remove_lease(lease_id), mark)
-            return
-        record, supersedes = wanted
         recorded: Recorded = await self._retained(session.record_lease(record, supersedes), mark)
         if recorded.generation == 0:
             self._wanted.pop(lease_id, None)
+            self._dirty.pop(lease_id, None)
             await self._supersede(record)
         elif recorded.superseded is not None:
             await self._supersede(recorded.superseded)
@@ -170,6 +185,7 @@ class EngineRecorder:
         self._renewed_s = before_s
         self._engine_dirty = False
         self._dirty = dict.fromkeys(self._wanted)
+        self._gone = {}
 
     async def _retained(self, call: Awaitable[Result], mark: Callable[[], None]) -> Result:
         try:

@@ -4,76 +4,19 @@ Not for several processes: each would have its own. Timers are the running loop'
 """
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Generic
 
 from kvlease.core.errors import EngineIdReused, InvalidArgument, StoreUnavailable
 from kvlease.core.records import Engine, LeaseRecord
+from kvlease.store.feed import Feed
 from kvlease.store.keys import boot_key, conversation_key
-from kvlease.store.port import PREDECESSORS_MAX, WATCH_QUEUE_MAX, Batch, Change, Item, Recorded
+from kvlease.store.port import WATCH_QUEUE_MAX, Batch, Change, Recorded, predecessors_of
 
 BOOTS_MAX = 65_536
 """Engine ids whose boot ids are remembered, the latest ones."""
-
-
-class _Feed(Generic[Item]):
-    """Carries changes to any number of watchers, each with a bounded queue."""
-
-    def __init__(self, snapshot: Callable[[], Iterator[Item]], queue_max: int) -> None:
-        self._snapshot: Callable[[], Iterator[Item]] = snapshot
-        self._queue_max = queue_max
-        self._watchers: set[_Watcher[Item]] = set()
-
-    def publish(self, changes: tuple[Change[Item], ...]) -> None:
-        """Hands one transaction's changes to every watcher."""
-        if changes:
-            for watcher in self._watchers:
-                watcher.add(Batch(changes), self._queue_max)
-
-    @contextmanager
-    def watch(self) -> Generator[AsyncIterator[Batch[Item]], None, None]:
-        """A watcher for as long as the context lasts."""
-        watcher = _Watcher(self.snapshot)
-        self._watchers.add(watcher)
-        try:
-            yield watcher
-        finally:
-            self._watchers.discard(watcher)
-
-    def snapshot(self) -> Batch[Item]:
-        """All there is."""
-        return Batch(tuple(Change(item) for item in self._snapshot()), snapshot=True)
-
-
-class _Watcher(AsyncIterator[Batch[Item]]):
-    def __init__(self, snapshot: Callable[[], Batch[Item]]) -> None:
-        self._snapshot: Callable[[], Batch[Item]] = snapshot
-        self._needs_snapshot = True
-        self._waiting: deque[Batch[Item]] = deque()
-        self._filled = asyncio.Event()
-        self._filled.set()
-
-    def add(self, batch: Batch[Item], queue_max: int) -> None:
-        if not self._needs_snapshot:
-            self._waiting.append(batch)
-            if len(self._waiting) > queue_max:
-                self._waiting.clear()
-                self._needs_snapshot = True
-        self._filled.set()
-
-    async def __anext__(self) -> Batch[Item]:
-        await self._filled.wait()
-        if self._needs_snapshot:
-            self._needs_snapshot = False
-            batch = self._snapshot()
-        else:
-            batch = self._waiting.popleft()
-        if not self._waiting:
-            self._filled.clear()
-        return batch
 
 
 @dataclass(slots=True)
@@ -100,8 +43,8 @@ class MemoryStore:
 
     def __init__(self, watch_queue_max: int = WATCH_QUEUE_MAX) -> None:
         self._state = _State()
-        self._engine_feed = _Feed[Engine](lambda: iter(self._state.engines.values()), watch_queue_max)
-        self._lease_feed = _Feed[LeaseRecord](
+        self._engine_feed = Feed[Engine](lambda: iter(self._state.engines.values()), watch_queue_max)
+        self._lease_feed = Feed[LeaseRecord](
             lambda: (entry.record for entry in self._state.leases.values()), watch_queue_max
         )
 
@@ -177,7 +120,12 @@ class MemoryStore:
         state.revision += 1
         known = state.leases.get(record.lease_id)
         record = replace(record, generation=known.record.generation if known else state.revision)
-        predecessors = _predecessors(record.lease_id, supersedes, standing)
+        predecessors = predecessors_of(
+            record.lease_id,
+            supersedes,
+            0 if standing is None else standing.record.lease_id,
+            () if standing is None else standing.predecessors,
+        )
         state.leases[record.lease_id] = _LeaseEntry(record, predecessors, session)
         changes = [Change(record)]
         superseded = None
@@ -190,7 +138,7 @@ class MemoryStore:
         self._lease_feed.publish(tuple(changes))
         return Recorded(record.generation, superseded)
 
-    def drop_leases(self, session: "MemorySession", lease_ids: tuple[int, ...] | None) -> None:
+    def drop_leases(self, session: "MemorySession", lease_ids: Sequence[int] | None) -> None:
         """Removes those of the leases, or all, that the session owns."""
         state = self._state
         candidates = tuple(state.leases) if lease_ids is None else lease_ids
@@ -215,14 +163,6 @@ class MemoryStore:
             engine = self._state.engines.pop(engine_id)
             self._state.revision += 1
             self._engine_feed.publish((Change(engine, gone=True),))
-
-
-def _predecessors(lease_id: int, supersedes: int, standing: _LeaseEntry | None) -> tuple[int, ...]:
-    """What a lease comes after, the latest first."""
-    before = () if standing is None else (standing.record.lease_id, *standing.predecessors)
-    known = (supersedes, *before)
-    unique = dict.fromkeys(known)
-    return tuple(earlier for earlier in unique if earlier not in (0, lease_id))[:PREDECESSORS_MAX]
 
 
 class MemorySession:
@@ -255,10 +195,10 @@ class MemorySession:
         self._check()
         return self._store.commit_lease(self, record, supersedes)
 
-    async def remove_lease(self, lease_id: int) -> None:
-        """Removes a record that the session owns."""
+    async def remove_leases(self, lease_ids: Sequence[int]) -> None:
+        """Removes records that the session owns."""
         self._check()
-        self._store.drop_leases(self, (lease_id,))
+        self._store.drop_leases(self, lease_ids)
 
     async def end(self) -> None:
         """Removes the registration and every record of the session in one event."""

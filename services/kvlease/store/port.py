@@ -7,7 +7,7 @@ it was not renewed for its time to live.
 Every method may raise `StoreUnavailable`, and answers within the implementation's deadline.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -28,6 +28,7 @@ class StoreKind(Enum):
     """Which store a process uses."""
 
     MEMORY = "memory"
+    ETCD = "etcd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ class Session(Protocol):
         """
         ...
 
-    async def remove_lease(self, lease_id: int) -> None:
-        """Removes a record; nothing happens when there is none, or when another session owns it."""
+    async def remove_leases(self, lease_ids: Sequence[int]) -> None:
+        """Removes records that the session owns; what it does not own stays as it is."""
         ...
 
     async def end(self) -> None:
@@ -127,3 +128,17 @@ class Store(Protocol):
     def watch_leases(self) -> AbstractAsyncContextManager[AsyncIterator[Batch[LeaseRecord]]]:
         """First a snapshot, then every change, until the context is left."""
         ...
+
+
+def predecessors_of(
+    lease_id: int, supersedes: int, standing_id: int, before: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What a lease comes after, the latest first.
+
+    Args:
+        supersedes: the lease that it knows as its predecessor; 0: none.
+        standing_id: the lease that stands for its conversation; 0: none.
+        before: that one's own predecessors.
+    """
+    unique = dict.fromkeys((supersedes, standing_id, *before))
+    return tuple(earlier for earlier in unique if earlier not in (0, lease_id))[:PREDECESSORS_MAX]

@@ -1,6 +1,6 @@
 """A store that a test can break."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from kvlease.core.errors import StoreUnavailable
@@ -71,9 +71,9 @@ class _BreakableSession:
         self._store.check()
         return await self._session.record_lease(record, supersedes)
 
-    async def remove_lease(self, lease_id: int) -> None:
+    async def remove_leases(self, lease_ids: Sequence[int]) -> None:
         self._store.check()
-        await self._session.remove_lease(lease_id)
+        await self._session.remove_leases(lease_ids)
 
     async def end(self) -> None:
         self._store.check()
