@@ -35,8 +35,9 @@ class TurnRunner:
         """Answers the client, whatever happens. Cancelling it aborts both legs."""
         services = self._services
         opened = services.conversations.open(request)
-        turn = self._plan(request, head, client, opened)
+        turn: Turn | None = None
         try:
+            turn = self._plan(request, head, client, opened)
             if turn is None:
                 await unavailable(client, head, "no engine that decodes is registered")
                 return
