@@ -8,7 +8,7 @@ equal those of the same prompt computed from nothing.
 import itertools
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -192,5 +192,4 @@ def _judged(row: TurnRow, want: str) -> TurnRow:
         problems.append(f"reused {row.reused_tokens} of {row.expected_tokens} shared tokens")
     if (row.path == "append") != (row.read_bytes == 0):
         problems.append(f"{row.read_bytes} bytes were READ on path {row.path}")
-    values = asdict(row) | {"problem": "; ".join(problems)}
-    return TurnRow(**values)
+    return replace(row, problem="; ".join(problems))

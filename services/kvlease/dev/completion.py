@@ -43,15 +43,17 @@ class Completion:
 
     def add(self, body: Mapping[str, Any]) -> None:
         """Adds a whole response, or one chunk of a stream."""
-        usage = body.get("usage") or {}
+        usage: dict[str, Any] = body.get("usage") or {}
         self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
         for choice in body.get("choices", ()):
-            message = choice.get("message") or choice.get("delta") or {}
+            message: dict[str, Any] = choice.get("message") or choice.get("delta") or {}
+            logprobs: dict[str, Any] = choice.get("logprobs") or {}
             self.text += message.get("content") or ""
             self.token_ids += choice.get("token_ids") or []
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            for entry in (choice.get("logprobs") or {}).get("content") or ():
+            entries: list[dict[str, Any]] = logprobs.get("content") or []
+            for entry in entries:
                 self.tokens.append(entry["token"])
                 self.logprobs.append(entry["logprob"])
 
