@@ -4,18 +4,16 @@ from dataclasses import dataclass
 
 from kvlease.runtime.config import require, setting
 from kvlease.runtime.logging import LogFormat
-from kvlease.store.port import StoreKind
+from kvlease.store.settings import StoreSettings
 
 
 @dataclass(frozen=True)
-class RegistryConfig:
+class RegistryConfig(StoreSettings):
     """Settings of one registry. All durations are seconds."""
 
     listen: str = setting(
         "127.0.0.1:7700", "host:port that serves routers and operators; port 0: any free one"
     )
-    store: StoreKind = setting(StoreKind.MEMORY, "where engines and lease records are remembered")
-    store_call_s: float = setting(1.0, "bound of one call to the store")
     sidecar_call_s: float = setting(
         0.3, "bound of a pin at a sidecar, which asks its connector for 0.2 at most"
     )
@@ -35,6 +33,7 @@ class RegistryConfig:
         Raises:
             ConfigError: one is broken.
         """
+        self.validate_store()
         require(
             3 * self.heartbeat_interval_s <= self.lease_duration_s,
             f"3 * heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not exceed lease_duration_s "

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from kvlease import __version__
@@ -27,6 +27,23 @@ class Service(Protocol):
     async def stop(self) -> None:
         """Ends gracefully. Idempotent."""
         ...
+
+
+class ClosedAfter:
+    """A service, and what is closed when it has stopped."""
+
+    def __init__(self, service: Service, close: Callable[[], Awaitable[None]]) -> None:
+        self._service = service
+        self._close = close
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        await self._service.start()
+
+    async def stop(self) -> None:
+        """Ends the service, then closes. Idempotent."""
+        await self._service.stop()
+        await self._close()
 
 
 class ServiceConfig(ProcessConfig, Protocol):

@@ -7,10 +7,11 @@ from kvlease.core.records import EngineRole
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.store.port import StoreKind
+from kvlease.store.settings import StoreSettings
 
 
 @dataclass(frozen=True)
-class SidecarConfig:
+class SidecarConfig(StoreSettings):
     """Settings of one sidecar. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:0", "host:port that serves the registry and other sidecars")
@@ -19,9 +20,7 @@ class SidecarConfig:
     socket_dir: str = setting("/run/kvlease", "directory of the unix socket for connectors, mode 0700")
     role: EngineRole = setting(EngineRole.DECODE, "what the engines beside it are for")
     engine_url: str = setting("http://127.0.0.1:8000", "base URL of the OpenAI API, as routers reach it")
-    store: StoreKind = setting(StoreKind.MEMORY, "where engines and lease records are remembered")
     engine_ttl_s: float = setting(10.0, "after this long without its sidecar an engine's records vanish")
-    store_call_s: float = setting(1.0, "bound of one call to the store")
     pin_call_s: float = setting(0.2, "bound of a pin's way to the connector; a turn waits for it")
     holder_call_s: float = setting(1.0, "bound of any other question to the connector")
     peer_call_s: float = setting(0.3, "bound of a question to another sidecar, its pin call included")
@@ -37,6 +36,7 @@ class SidecarConfig:
         Raises:
             ConfigError: one is broken.
         """
+        self.validate_store()
         require(
             self.pin_call_s < self.peer_call_s,
             f"pin_call_s ({self.pin_call_s:g}) must be below peer_call_s ({self.peer_call_s:g})",
@@ -44,6 +44,11 @@ class SidecarConfig:
         require(
             3 * self.store_call_s <= self.engine_ttl_s,
             f"3 * store_call_s ({self.store_call_s:g}) must not exceed engine_ttl_s ({self.engine_ttl_s:g})",
+        )
+        require(
+            self.engine_ttl_s >= 2.0 or self.store is StoreKind.MEMORY,
+            f"engine_ttl_s ({self.engine_ttl_s:g}) must be at least 2 with store {self.store.value}: "
+            "etcd's leases are no shorter",
         )
         for name, value in (("listen", self.listen), ("advertise", self.advertise or self.listen)):
             require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")

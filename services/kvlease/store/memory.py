@@ -48,6 +48,9 @@ class MemoryStore:
             lambda: (entry.record for entry in self._state.leases.values()), watch_queue_max
         )
 
+    async def close(self) -> None:
+        """Nothing is open."""
+
     async def open_session(self, engine: Engine, ttl_s: float) -> "MemorySession":
         """Registers an engine in a session that ends `ttl_s` after its last renewal."""
         state, holder = self._state, engine.holder
