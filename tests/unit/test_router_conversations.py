@@ -113,6 +113,15 @@ def test_a_record_that_is_gone_ends_the_lease(world: World) -> None:
     assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_MISSING
 
 
+def test_a_lease_that_expired_before_its_record_went_counts_as_expired(world: World) -> None:
+    first_turn(world)
+    record = lease_record(7, conversation_key(TENANT, "c"))
+    world.table.apply(Batch((Change(record),)))
+    world.clock.advance(6.0)
+    world.table.apply(Batch((Change(record, gone=True),)))
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_EXPIRED
+
+
 def test_a_lease_whose_record_comes_back_is_pending_again(world: World) -> None:
     first_turn(world)
     record = lease_record(7, conversation_key(TENANT, "c"))

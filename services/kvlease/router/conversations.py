@@ -254,7 +254,9 @@ class ConversationTable:
                     self._record_of_leaf[record.chain_keys[-1]] = record.lease_id
 
     def _forget_record(self, gone: LeaseRecord) -> None:
-        self._renewals.lose(gone.lease_id, MissReason.UNKNOWN)
+        if self._renewals.belief(self._clock.now_s(), gone.lease_id) in (Belief.HELD, Belief.PENDING):
+            # A lease whose end was understood before keeps its reason: the record follows.
+            self._renewals.lose(gone.lease_id, MissReason.UNKNOWN)
         record = self._records.pop(gone.lease_id, None)
         if record is None:
             return
