@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -247,8 +247,8 @@ def mutated(dice: random.Random, value: Any) -> Any:
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container with every key or index in it."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value))
-    for key in list(keys):
+    container = cast(dict[Any, Any] | list[Any], value)
+    for key in list(container if isinstance(container, dict) else range(len(container))):
         yield value, key
         if isinstance(value[key], dict | list):
             yield from places(value[key])

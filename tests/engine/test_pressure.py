@@ -84,7 +84,8 @@ async def test_a_request_that_needs_their_blocks_starts_at_once_and_the_evicted_
     assert 0 < after.held_blocks < before.held_blocks
     assert await pair.metric(DECODE, PREEMPTIONS) == 0
     reasons = await return_right(pair, kept)
-    assert "lease_evicted" in reasons
+    # Its record goes with the lease, and says no reason.
+    assert not {"lease_missing", "lease_evicted"}.isdisjoint(reasons)
 
 
 async def test_a_silent_sidecar_delays_no_request_that_needs_retained_blocks(pair: Pair) -> None:
