@@ -194,8 +194,9 @@ async def test_no_parameters_that_reach_an_engine_kill_it_or_touch_a_lease(pair:
     messages = prompt("victim")
     victim = await pair.turn(messages, "victim")
     rows = list(hostile_params(victim))
-    urls = (pair.url(PREFILL), pair.url(DECODE), pair.stack.router_url)
+    urls = (pair.url(PREFILL), pair.url(DECODE))
     await attack_all(pair, [(what, url, params) for what, params in rows for url in urls])
+    await attack_all(pair, [(what, pair.stack.router_url, params) for what, params in rows[::4]])
     await serves_as_before(pair, messages, "victim", victim.reply.text)
 
 

@@ -22,7 +22,7 @@ def pair_plan() -> PairPlan:
     return PairPlan(
         kvlease_config={"pin_wait_s": 3.0},
         router=RouterConfig(
-            heartbeat_interval_s=2.0, lease_duration_s=20.0, gap_floor_s=2.0, reservation_s=15.0
+            heartbeat_interval_s=2.0, lease_duration_s=20.0, gap_floor_s=6.0, reservation_s=15.0
         ),
         stack=FrontedStack,
     )
@@ -52,6 +52,14 @@ class Talk:
         assert turn.reply.equals(await self._pair.cold(self.messages))
         self.messages.append({"role": "assistant", "content": turn.reply.text})
         return turn
+
+    async def is_held(self) -> None:
+        """Waits until the holder has acked that it keeps the lease of the last turn."""
+
+        async def is_acked() -> bool:
+            return (await self._pair.conversation(self.name))["lease"]["state"] == "held"
+
+        await eventually(is_acked, f"the lease of {self.name} is held")
 
 
 async def is_registered(pair: Pair, role: EngineRole) -> bool:
@@ -88,6 +96,7 @@ async def test_a_restarted_sidecar_of_the_holder_learns_its_leases_and_the_next_
 ) -> None:
     talk = Talk(pair, "restarted")
     first = await talk.turn()
+    await talk.is_held()
     kept = whole_blocks(len(await pair.tokens(talk.messages[:2])))
     stack.kill(DECODE)
     await replace_sidecar(pair, stack, DECODE)
@@ -97,6 +106,7 @@ async def test_a_restarted_sidecar_of_the_holder_learns_its_leases_and_the_next_
         return await pair.stack.store.get_lease(lease_id) is not None
 
     await eventually(is_recorded, "the lease is recorded again under its id")
+    await talk.is_held()
     await pair.reset_cache(PREFILL)
     second = await talk.turn()
     assert second.path == "readback"
@@ -138,6 +148,7 @@ async def test_turns_go_on_while_the_sidecar_of_the_holder_is_dead(pair: Pair, s
     await stack.restart(DECODE)
     await eventually(lambda: is_registered(pair, DECODE), "the decode engine is registered again")
     await talk.turn()
+    await talk.is_held()
     assert (await talk.turn()).path == "readback"
 
 
@@ -155,6 +166,7 @@ async def test_turns_go_on_without_the_sidecar_of_the_prefill_engine(pair: Pair,
     assert (await talk.turn()).record["outcome"] == "unreachable"
     await nothing_waits(pair)
     await replace_sidecar(pair, stack, PREFILL)
+    await talk.is_held()
     last = await talk.turn()
     assert (last.path, last.record["outcome"]) == ("readback", "read")
 
