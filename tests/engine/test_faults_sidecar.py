@@ -57,7 +57,8 @@ class Talk:
         """Waits until the holder has acked that it keeps the lease of the last turn."""
 
         async def is_acked() -> bool:
-            return (await self._pair.conversation(self.name))["lease"]["state"] == "held"
+            lease: dict[str, Any] = (await self._pair.conversation(self.name))["lease"]
+            return str(lease["state"]) == "held"
 
         await eventually(is_acked, f"the lease of {self.name} is held")
 
