@@ -5,9 +5,11 @@ the conversation truly shares were reused, when KV moved exactly where it should
 equal those of the same prompt computed from nothing.
 """
 
+import asyncio
 import itertools
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,6 +37,7 @@ THIRD = "Here is the log of the dome. What does its last line correct?\n" + "\n"
 )
 
 
+CONFIRMED_WITHIN_S = 10.0
 Progress = Callable[[str], None]
 
 
@@ -145,10 +148,16 @@ class ConversationCheck:
         return shared // self.target.block_size * self.target.block_size
 
     async def _record(self) -> tuple[dict[str, Any], str]:
+        """The router's record of the turn, and the lease's state once the holder has answered for it."""
         url = f"{self.target.router_url}/v1/kvlease/conversations/{self.conversation_id}"
-        async with self.session.get(url) as response:
-            response.raise_for_status()
-            conversation = await response.json()
+        conversation: dict[str, Any] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONFIRMED_WITHIN_S):
+                while not conversation or conversation["lease"]["state"] == "pending":
+                    async with self.session.get(url) as response:
+                        response.raise_for_status()
+                        conversation = await response.json()
+                    await asyncio.sleep(0.02)
         return conversation["turns"][-1], conversation["lease"]["state"]
 
 

@@ -2,20 +2,20 @@
 
 import asyncio
 import json
-import logging
 import shlex
 import signal
 import sys
 import time
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TextIO
 
 import aiohttp
 import uvloop
 
+from kvlease.core.errors import InvalidArgument
 from kvlease.core.records import EngineRole
 from kvlease.dev.check import CheckResult, Target, run_check
 from kvlease.dev.completion import RequestFailedError
@@ -26,11 +26,21 @@ from kvlease.dev.report import turn_table
 from kvlease.dev.sim_process import SimEngineSpec
 from kvlease.dev.stack import Engine, EngineSeat, MakeEngine, Stack, StackError, StackPlan
 from kvlease.dev.tiny_model import ensure_tiny_model
+from kvlease.dev.warm import warm_handshakes
 from kvlease.runtime.logging import LogFormat, configure_logging
 
 DEFAULT_PORT = 8000
 SERVED_MODEL = "tiny-qwen3"
 EXTRA_ARGUMENTS = ("--enable-prompt-tokens-details",)
+EXIT_INTERRUPTED = 130
+FAILURES = (
+    StackError,
+    EngineProcessError,
+    RequestFailedError,
+    InvalidArgument,
+    aiohttp.ClientError,
+    TimeoutError,
+)
 
 Progress = Callable[[str], None]
 
@@ -95,48 +105,52 @@ def run(arguments: Namespace) -> int:
 
 
 async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress) -> int:
+    """Brings the system up, holds the conversation, and stays up unless it was a check."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    work = asyncio.create_task(_hold(arguments, make_engine, progress, stop))
-    stopped = asyncio.create_task(stop.wait())
+    port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
+    stack = Stack(StackPlan(arguments.prefill, arguments.decode, make_engine, port), progress)
+    conversation_id = f"dev-{uuid.uuid4().hex[:8]}"
     try:
-        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            progress("stopping everything")
-            work.cancel()
-        return await work
-    except asyncio.CancelledError:
-        return 130
-    except (StackError, EngineProcessError, RequestFailedError, aiohttp.ClientError, TimeoutError) as error:
-        logging.getLogger(__name__).debug("failed", exc_info=error)
+        result = await _unless_stopped(stop, _converse(stack, conversation_id, progress, arguments.check))
+        if result is None:
+            return EXIT_INTERRUPTED
+        if arguments.check:
+            _print_result(result, arguments.output)
+        else:
+            print(turn_table(result.turns), flush=True)
+            _print_invitation(stack, conversation_id)
+            await stop.wait()
+        return 0 if result.ok else 1
+    except FAILURES as error:
         print(f"kvlease dev: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
-        stopped.cancel()
-
-
-async def _hold(
-    arguments: Namespace, make_engine: MakeEngine, progress: Progress, stop: asyncio.Event
-) -> int:
-    """Starts the stack, holds the conversation, and stays up unless it was a check."""
-    port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
-    stack = Stack(StackPlan(arguments.prefill, arguments.decode, make_engine, port), progress)
-    try:
-        await stack.start()
-        conversation_id = f"dev-{uuid.uuid4().hex[:8]}"
-        result = await run_check(_target(stack), conversation_id, progress, edited=arguments.check)
-        if arguments.check:
-            _print_result(result, arguments.output)
-            return 0 if result.ok else 1
-        print(turn_table(result.turns), flush=True)
-        _print_invitation(stack, conversation_id)
-        await stop.wait()
         progress("stopping everything")
-        return 0 if result.ok else 1
-    finally:
         await stack.stop()
+
+
+async def _converse(stack: Stack, conversation_id: str, progress: Progress, check: bool) -> CheckResult:
+    await stack.start()
+    progress("warming the NIXL handshakes in both directions")
+    await warm_handshakes(stack.router_url, SERVED_MODEL)
+    return await run_check(_target(stack), conversation_id, progress, edited=check)
+
+
+async def _unless_stopped(
+    stop: asyncio.Event, work: Coroutine[None, None, CheckResult]
+) -> CheckResult | None:
+    """The result of `work`, or None when the person stopped it before its end."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for pending in (task, stopped):
+            pending.cancel()
+        await asyncio.wait((task, stopped))
 
 
 def _target(stack: Stack) -> Target:
