@@ -12,6 +12,7 @@ COMMANDS = {
     "registry": ("kvlease.registry.main", "serve engines and leases, and the way to their holders"),
     "sidecar": ("kvlease.sidecar.main", "serve the engines of one pod"),
     "router": ("kvlease.router.main", "serve the OpenAI API in front of the fleet"),
+    "sim": ("kvlease.simulation.main", "run the whole system in virtual time over a faulty network, by seed"),
     "dev": ("kvlease.dev.main", "run the whole system on this machine and hold a conversation"),
 }
 """Subcommand -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it does."""

@@ -22,7 +22,11 @@ class NetworkSettings:
 
 
 class SimNetwork:
-    """Carries messages between named nodes. Calls run at the target in tasks of their own, as servers do."""
+    """Carries messages between named nodes. Calls run at the target in tasks of their own, as servers do.
+
+    Attributes:
+        crashes: tasks that ended with an exception; each is a bug.
+    """
 
     def __init__(self, random: Random, settings: NetworkSettings) -> None:
         self._random = random
@@ -30,6 +34,7 @@ class SimNetwork:
         self._blocked: set[tuple[str, str]] = set()
         self._awake: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.crashes: list[str] = []
 
     # --- faults -------------------------------------------------------------------------------------------
 
@@ -118,8 +123,13 @@ class SimNetwork:
         """Runs something that ends with the simulation at the latest."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.crashes.append(f"{task.get_coro()} ended with {task.exception()!r}")
 
     async def close(self) -> None:
         """Ends every task."""

@@ -15,6 +15,9 @@ from kvlease.simulation.world import World, WorldSettings
 QUIET_S = 120.0
 """After the last turn: longer than any lease, pin or READ, so that nothing may be left."""
 
+STEP_S = 0.05
+"""Promises are checked at the first step after so many virtual seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
@@ -52,9 +55,14 @@ class Promises:
         self._world = world
         self._epochs: dict[str, int] = {}
         self._generations: dict[int, int] = {}
+        self._checked_s = 0.0
 
     def check(self) -> None:
-        """Compares the world with what was promised."""
+        """Compares the world with what was promised; what is broken stays so for more than `STEP_S`."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._checked_s + STEP_S:
+            return
+        self._checked_s = now_s
         for node in self._world.nodes.values():
             if node.engine is not None:
                 node.engine.check(node.name)
@@ -123,7 +131,7 @@ async def _simulate(settings: WorldSettings, loop: VirtualLoop) -> RunResult:
     finally:
         loop.before_jump = _nothing
         await world.stop()
-    problems = (*world.observed.problems, *tally.wrong)
+    problems = (*world.observed.problems, *tally.wrong, *world.network.crashes)
     seen = (
         tally.turns,
         tally.errors,

@@ -17,9 +17,9 @@ from kvlease.registry.registry import Registry
 from kvlease.registry.renewals import EngineDelta, Heartbeat
 from kvlease.router.ports import BeatAck, EngineReply, LegError, RenewalStream
 from kvlease.sidecar.sidecar import Sidecar
-from kvlease.sim.engine import SimEngine
+from kvlease.sim.engine import PromptTooLong, SimEngine
 from kvlease.sim.model import Sample
-from kvlease.sim.openai import ReplyWriter, read_ask
+from kvlease.sim.openai import ReplyWriter, error_body, read_ask
 from kvlease.sim.ports import Landed, ReadFailed
 from kvlease.simulation.network import Pipe, SimNetwork
 from kvlease.store.port import Batch
@@ -373,6 +373,14 @@ class _Exchange:
 
     async def serve(self, engine: SimEngine, body: Mapping[str, object]) -> None:
         """Runs at the engine."""
+        try:
+            await self._complete(engine, body)
+        except PromptTooLong as error:
+            self.status = 400
+            self._send("application/json", json.dumps(error_body(400, str(error))).encode())
+        self._pipe.send(lambda: self._chunks.put_nowait(None))
+
+    async def _complete(self, engine: SimEngine, body: Mapping[str, object]) -> None:
         ask = read_ask(body, chat=True, default_model=engine.settings.model)
         writer, generation = ReplyWriter(ask), engine.generate(ask.request)
         samples: list[Sample] = []
@@ -388,7 +396,6 @@ class _Exchange:
         else:
             answer = writer.whole([(samples, generation.finish_reason)], generation.report())
             self._send("application/json", json.dumps(answer).encode())
-        self._pipe.send(lambda: self._chunks.put_nowait(None))
 
     async def watch(self, gone: Awaitable[None], work: "asyncio.Task[None]") -> None:
         """Breaks the exchange when the engine dies."""

@@ -102,6 +102,8 @@ class Client:
         self._random = Random(world.random.random())
         self._tally = tally
         self._number = number
+        settings = world.settings.engine()
+        self._tokens_max = settings.block_size * settings.total_blocks // 2
         self._tenant = tenant_digest(f"tenant-{number % 2}")
 
     async def run(self, until_s: float) -> None:
@@ -116,6 +118,8 @@ class Client:
                 if reply is None or loop.time() >= until_s:
                     break
                 messages.append({"role": "assistant", "content": reply})
+                if len(tokens_of_messages(messages)) > self._tokens_max:
+                    break
                 if random.random() < 0.1:
                     messages[random.randrange(len(messages))]["content"] = self._text(2, 40)
                 await asyncio.sleep(random.choice([0.0, 0.5, 2.0, 8.0, 25.0]) * random.random())

@@ -61,6 +61,7 @@ class WorldSettings:
     read_s: tuple[float, float] = (0.5, 6.0)
     engine_class: type[WatchedEngine] = WatchedEngine
     network: NetworkSettings = field(default_factory=NetworkSettings)
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     def engine(self) -> EngineSettings:
         """The settings of every engine."""
@@ -103,7 +104,6 @@ class World:
         self.router: TurnServices | None = None
         self.router_clock = self._clock()
         self._registry: Registry | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     # --- Nodes --------------------------------------------------------------------------------------------
 
@@ -143,9 +143,6 @@ class World:
         """Ends every task."""
         for name in self.nodes:
             await self.kill_engine(name)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._registry is not None:
             await self._registry.close()
         if self.router is not None:
@@ -188,8 +185,8 @@ class World:
         engine.watch(self.observed)
         node.engine, node.died = engine, asyncio.Event()
         node.tasks = [
-            asyncio.create_task(self._stay_attached(node, engine)),
-            asyncio.create_task(_tick(engine)),
+            self.network.spawn(self._stay_attached(node, engine)),
+            self.network.spawn(_tick(engine)),
         ]
 
     async def kill_engine(self, name: str) -> None:
@@ -208,7 +205,7 @@ class World:
 
     def start_router(self) -> None:
         """Starts the router with empty tables."""
-        config, random = RouterConfig(), SeededRandom(Random(self.random.random()))
+        config, random = self.settings.router, SeededRandom(Random(self.random.random()))
         policy, clock = config.renewal_policy(), self.router_clock
         registry = SimRegistryPort(self.network, self, "router", random.text_id(), policy)
         renewals, engines = RenewalTable(policy), EngineTable(clock, config.suspect_s)
@@ -229,11 +226,9 @@ class World:
             limits=config.turn_limits(),
         )
         self.runner = TurnRunner(self.router)
-        self._tasks += [
-            asyncio.create_task(heartbeat.run()),
-            asyncio.create_task(follow("engines", registry.watch_engines, engines.apply)),
-            asyncio.create_task(follow("leases", registry.watch_leases, conversations.apply)),
-        ]
+        self.network.spawn(heartbeat.run())
+        self.network.spawn(follow("engines", registry.watch_engines, engines.apply))
+        self.network.spawn(follow("leases", registry.watch_leases, conversations.apply))
 
     # --- inside -------------------------------------------------------------------------------------------
 
