@@ -8,15 +8,12 @@ import pytest
 import pytest_asyncio
 
 from kvlease.core.errors import EngineIdReused, StoreUnavailable
-from kvlease.core.ids import Holder
-from kvlease.core.lease import LeaseKind, LeaseState
-from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.store.etcd import EtcdStore
-from kvlease.store.etcd_client import EtcdOptions
 from kvlease.store.memory import MemoryStore
 from kvlease.store.port import Batch, Change, Store
-from stubs.etcd import remove_everything
+from stubs.etcd import options_of, remove_everything
+from stubs.records import engine, lease
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG_S = 600.0
@@ -36,36 +33,11 @@ async def store(request: pytest.FixtureRequest, etcd: EmbeddedEtcd) -> AsyncIter
     if request.param == "memory":
         yield MemoryStore(QUEUE_MAX)
         return
-    options = EtcdOptions((etcd.endpoint,), call_s=10.0, accept_old=True)
+    options = options_of(etcd)
     await remove_everything(options)
     store = EtcdStore(options, QUEUE_MAX)
     yield store
     await store.close()
-
-
-def engine(engine_id: str = "engine-1", boot_id: str = "boot-1", epoch: int = 0) -> Engine:
-    return Engine(
-        holder=Holder(engine_id, boot_id, epoch),
-        role=EngineRole.DECODE,
-        model="m",
-        url="http://127.0.0.1:8000",
-        sidecar_address="127.0.0.1:9000",
-        layout=KvLayout(32, "float32", 1, 1, 4096, "layout"),
-    )
-
-
-def lease(
-    lease_id: int, conversation: bytes = b"c", tenant: str = "t", engine_id: str = "engine-1"
-) -> LeaseRecord:
-    return LeaseRecord(
-        lease_id=lease_id,
-        kind=LeaseKind.CONVERSATION,
-        state=LeaseState.HELD,
-        holder=Holder(engine_id, "boot-1"),
-        tenant=tenant,
-        conversation_key=conversation,
-        tokens=64,
-    )
 
 
 async def next_batch(batches: AsyncIterator[Batch]) -> Batch:  # type: ignore[type-arg]
@@ -248,3 +220,28 @@ async def test_a_slow_watcher_gets_a_fresh_snapshot(store: Store) -> None:
             known = set() if batch.snapshot else known
             known |= {change.item.lease_id for change in batch.changes if not change.gone}
             known -= {change.item.lease_id for change in batch.changes if change.gone}
+
+
+async def test_turns_that_finish_at_once_on_several_engines_leave_one_lease(store: Store) -> None:
+    engines = [f"engine-{number}" for number in range(8)]
+    sessions = [await store.open_session(engine(engine_id), LONG_S) for engine_id in engines]
+    recorded = await asyncio.gather(
+        *(
+            session.record_lease(lease(number + 1, engine_id=engine_id), 0)
+            for number, (session, engine_id) in enumerate(zip(sessions, engines, strict=True))
+        )
+    )
+    superseded = {one.superseded.lease_id for one in recorded if one.superseded is not None}
+    (left,) = await store.list_leases()
+    assert superseded | {left.lease_id} == set(range(1, 9))
+    assert left.lease_id not in superseded
+
+
+async def test_removing_many_leases_leaves_the_others(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    for lease_id in range(1, 131):
+        await session.record_lease(lease(lease_id, str(lease_id).encode()), 0)
+    await session.remove_leases(range(1, 130))
+    assert [record.lease_id for record in await store.list_leases()] == [130]
+    assert (await session.record_lease(lease(200, b"7"), 0)).superseded is None
+    assert (await session.record_lease(lease(201, b"130"), 0)).superseded is not None

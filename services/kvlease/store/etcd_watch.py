@@ -2,6 +2,9 @@
 
 The position is the last event's revision plus one. The header of a progress reply is no position: servers
 before 3.5.8 can send it ahead of events.
+
+Fragments are not asked for: etcd cuts them in quadratic time. The end of a session with 50,000 records comes as
+one message of 2.3 MB, which needs no cutting.
 """
 
 import asyncio
@@ -59,7 +62,6 @@ class PrefixWatch:
         self._times = times
         self._position = 0
         self._cluster_id = 0
-        self._fragments: list[etcd_pb2.Event] = []
         self._broken = False
 
     async def run(self) -> None:
@@ -90,12 +92,10 @@ class PrefixWatch:
 
     async def _follow(self, endpoint: str) -> None:
         call = await self._client.open_watch(endpoint)
-        self._fragments.clear()
         create = etcd_pb2.WatchCreateRequest(
             key=self._prefix.encode(),
             range_end=prefix_end(self._prefix),
             start_revision=self._position,
-            fragment=True,
         )
         try:
             await self._write(call, etcd_pb2.WatchRequest(create_request=create))
@@ -113,12 +113,9 @@ class PrefixWatch:
             raise StoreUnavailable(f"etcd ended the watch: {response.cancel_reason}")
         if response.created:
             self._begin(response.header)
-        self._fragments.extend(response.events)
-        if self._fragments and not response.fragment:
-            events, self._fragments = self._fragments, []
-            for _, revision in itertools.groupby(events, lambda event: event.kv.mod_revision):
-                self._apply(revision)
-            self._position = events[-1].kv.mod_revision + 1
+        for revision, events in itertools.groupby(response.events, lambda event: event.kv.mod_revision):
+            self._apply(events)
+            self._position = revision + 1
 
     def _begin(self, header: etcd_pb2.ResponseHeader) -> None:
         if header.cluster_id != self._cluster_id or header.revision + 1 < self._position:
