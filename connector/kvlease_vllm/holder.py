@@ -163,6 +163,12 @@ class BlockHolder:
         self.give_back()
         return False
 
+    def kept_tokens(self, lease_id: int) -> int:
+        """Tokens of a lease that has not ended, 0 without one."""
+        with self._lock:
+            hold = self._table.get(lease_id)
+        return hold.grant.tokens if hold is not None else 0
+
     def grant_transfer(self, grant: Grant, pin_id: str, reservation_s: float) -> bool:
         """Grants a TRANSFER lease under its turn's pin and references its blocks."""
         return self._admit(

@@ -376,7 +376,8 @@ class SchedulerHalf:
             model=self._facts.model,
             lora=request.lora_request.lora_name if request.lora_request is not None else "",
         )
-        return tokens if self._grant(grant, keep) else 0
+        # The choices of one completion ask for one lease: the report of the last one stands for all.
+        return tokens if self._grant(grant, keep) else self._holder.kept_tokens(keep.lease_id)
 
     def retained_digests(self, chain: BlockChain) -> bytes:
         """The digests that the holder keeps."""

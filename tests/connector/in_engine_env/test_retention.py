@@ -167,12 +167,12 @@ def test_an_aborted_prefill_leg_keeps_no_transfer(engine: Harness) -> None:
     assert engine.hold(1) is None
 
 
-def test_of_two_choices_that_share_a_lease_id_the_first_is_kept(engine: Harness) -> None:
+def test_of_two_choices_that_share_a_lease_id_the_first_is_kept_and_both_report_it(engine: Harness) -> None:
     for name, tokens in (("0_a", 2), ("1_a", 3 * BLOCK)):
         engine.add(make_request(name, prompt(4 * BLOCK), turn(keep_order=keep(1)), max_tokens=tokens))
     engine.run(200)
     assert grant_of(engine, 1).tokens == 4 * BLOCK
-    assert engine.reports["1_a"]["kept_tokens"] == 0
+    assert [engine.reports[name]["kept_tokens"] for name in ("0_a", "1_a")] == [4 * BLOCK, 4 * BLOCK]
     assert engine.free == 63 - 4
 
 
