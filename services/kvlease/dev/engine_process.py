@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import time
@@ -29,6 +30,9 @@ READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 8.0
 LOG_LINES_SHOWN = 30
 PROGRESS_THREAD_NICE = 10
+
+_LISTENING_PORTS = range(10_240, 32_768)
+"""Below the ports that Linux gives to outgoing connections by default."""
 
 # Without its bytecode cache vLLM takes three times as long to import.
 _NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
@@ -273,15 +277,18 @@ class EngineProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns `count` distinct TCP ports that are free on 127.0.0.1 right now."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for one in held:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in held]
-    finally:
-        for one in held:
-            one.close()
+    """Returns `count` distinct TCP ports that are free on 127.0.0.1 right now.
+
+    No outgoing connection takes one of them meanwhile: an engine binds its ports half a minute after its start.
+    """
+    free: list[int] = []
+    for port in random.sample(_LISTENING_PORTS, len(_LISTENING_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise OSError(f"fewer than {count} ports are free on {HOST}")
 
 
 def _lower_progress_threads(group: int) -> None:
