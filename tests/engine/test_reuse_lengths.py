@@ -153,11 +153,8 @@ def stop_of(ending: str, reply: Completion) -> dict[str, Any]:
     if ending == "length":
         return {}
     length = 1 if ending == "stop_token" else 2
-    place = next(
-        place
-        for place in range(8, len(reply.text))
-        if reply.text.find(reply.text[place : place + length]) == place
-    )
+    firsts = (p for p in range(len(reply.text)) if reply.text.find(reply.text[p : p + length]) == p)
+    place = max(p for p in firsts if p + length <= len(reply.text))
     if ending == "stop_token":
         return {"stop_token_ids": [reply.token_ids[place]]}
     return {"stop": [reply.text[place : place + length]]}
