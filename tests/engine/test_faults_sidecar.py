@@ -168,6 +168,7 @@ async def test_turns_go_on_without_the_sidecar_of_the_prefill_engine(pair: Pair,
     await nothing_waits(pair)
     await replace_sidecar(pair, stack, PREFILL)
     await talk.is_held()
+    await pair.reset_cache(PREFILL)
     last = await talk.turn()
     assert (last.path, last.record["outcome"]) == ("readback", "read")
 
