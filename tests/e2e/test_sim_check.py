@@ -4,9 +4,13 @@ import asyncio
 import json
 import sys
 
+import pytest
 
-async def test_the_check_over_simulated_engines_passes_on_every_path() -> None:
-    command = (sys.executable, "-m", "kvlease.cli", "dev", "--engine", "sim", "--check", "--output", "json")
+
+@pytest.mark.parametrize("store", ["memory", "etcd"])
+async def test_the_check_over_simulated_engines_passes_on_every_path(store: str) -> None:
+    options = ("--engine", "sim", "--store", store, "--check", "--output", "json")
+    command = (sys.executable, "-m", "kvlease.cli", "dev", *options)
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

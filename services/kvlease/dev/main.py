@@ -28,6 +28,7 @@ from kvlease.dev.stack import Engine, EngineSeat, MakeEngine, Stack, StackError,
 from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.dev.warm import warm_handshakes
 from kvlease.runtime.logging import LogFormat, configure_logging
+from kvlease.store.port import StoreKind
 
 DEFAULT_PORT = 8000
 SERVED_MODEL = "tiny-qwen3"
@@ -77,7 +78,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=_port,
         help=f"port of the OpenAI API (default: {DEFAULT_PORT}; with --check any free one)",
     )
-    parser.add_argument("--store", choices=("memory",), default="memory", help="where leases are remembered")
+    parser.add_argument(
+        "--store",
+        choices=("memory", "etcd"),
+        default="memory",
+        help="where leases are remembered: in this process, or in an etcd that it starts",
+    )
     parser.add_argument(
         "--check", action="store_true", help="run the turns, stop everything, exit 0 only if all is right"
     )
@@ -111,7 +117,8 @@ async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
-    stack = Stack(StackPlan(arguments.prefill, arguments.decode, make_engine, port), progress)
+    plan = StackPlan(arguments.prefill, arguments.decode, make_engine, port, store=StoreKind(arguments.store))
+    stack = Stack(plan, progress)
     conversation_id = f"dev-{uuid.uuid4().hex[:8]}"
     try:
         result = await _unless_stopped(stop, _converse(stack, conversation_id, progress, arguments.check))

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import aiohttp
+
 from kvlease.core.records import EngineRole
+from kvlease.dev.embedded_etcd import EmbeddedEtcd, EmbeddedEtcdError
 from kvlease.dev.engine_process import free_ports
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.server import RegistryServer
@@ -20,11 +23,18 @@ from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.grpc_client import Channels
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.server import SidecarServer
+from kvlease.store.etcd import EtcdStore
+from kvlease.store.etcd_client import EtcdOptions
 from kvlease.store.memory import MemoryStore
+from kvlease.store.port import StoreKind
+from kvlease.store.settings import OwnedStore
 
 REGISTERED_TIMEOUT_S = 60.0
 PIN_CALL_S = 2.0
 """Engines of the CPU build spin on every core: an answer that takes a millisecond elsewhere may take long."""
+
+STORE_CALL_S = 3.0
+"""For the same reason."""
 
 
 class StackError(RuntimeError):
@@ -74,6 +84,7 @@ class StackPlan:
     Attributes:
         router_port: port of the OpenAI API; 0 takes a free one.
         router: the router's settings; listen addresses are set by the stack.
+        store: where leases are remembered; etcd is a child process, too.
     """
 
     prefill: int
@@ -81,6 +92,7 @@ class StackPlan:
     make_engine: MakeEngine
     router_port: int = 0
     router: RouterConfig = field(default_factory=RouterConfig)
+    store: StoreKind = StoreKind.MEMORY
 
 
 class Stack:
@@ -89,7 +101,8 @@ class Stack:
     def __init__(self, plan: StackPlan, progress: Callable[[str], None]) -> None:
         self._plan = plan
         self._progress = progress
-        self.store = MemoryStore()
+        self.store: OwnedStore = MemoryStore()
+        self._etcd = EmbeddedEtcd()
         self._channels = Channels()
         # The path of a unix socket has at most 107 bytes: the directory must be short.
         self.directory = Path(tempfile.mkdtemp(prefix="kvlease-"))
@@ -132,6 +145,8 @@ class Stack:
         if self.registry is not None:
             await self.registry.stop()
         await self._channels.close()
+        await self.store.close()
+        await self._etcd.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def sidecar_config(self, seat: EngineSeat) -> SidecarConfig:
@@ -145,6 +160,7 @@ class Stack:
             pin_call_s=PIN_CALL_S,
             peer_call_s=2 * PIN_CALL_S,
             holder_call_s=2 * PIN_CALL_S,
+            store_call_s=STORE_CALL_S,
         )
 
     async def start_sidecar(self, seat: EngineSeat) -> SidecarServer:
@@ -156,10 +172,10 @@ class Stack:
         return sidecar
 
     async def start_router(self, settings: RouterConfig, port: int = 0) -> RouterServer:
-        """Starts a router at a port, 0 for a free one; the caller stops it.
+        """Starts a router at a port, 0 for a free one, that knows every engine; the caller stops it.
 
         Raises:
-            StackError: there is no registry yet.
+            StackError: there is no registry yet, or the engines did not become known.
         """
         if self.registry is None:
             raise StackError("a router needs the registry")
@@ -173,11 +189,20 @@ class Stack:
         )
         router = RouterServer(config, LoopClock(), registry)
         await router.start()
+        try:
+            await self._await_known(router)
+        except BaseException:
+            await router.stop()
+            raise
         return router
 
     async def _start(self) -> None:
         clock = LoopClock()
-        registry_config = RegistryConfig(listen="127.0.0.1:0", sidecar_call_s=2 * PIN_CALL_S)
+        if self._plan.store is StoreKind.ETCD:
+            await self._start_etcd()
+        registry_config = RegistryConfig(
+            listen="127.0.0.1:0", sidecar_call_s=2 * PIN_CALL_S, store_call_s=STORE_CALL_S
+        )
         registry_config.validate()
         self.registry = RegistryServer(registry_config, self.store, clock)
         await self.registry.start()
@@ -189,6 +214,15 @@ class Stack:
         await self._start_engines()
         self.router = await self.start_router(self._plan.router, self._plan.router_port)
         self._progress(f"router at {self.router.url}")
+
+    async def _start_etcd(self) -> None:
+        try:
+            await self._etcd.start()
+        except EmbeddedEtcdError as error:
+            raise StackError(str(error)) from error
+        options = EtcdOptions((self._etcd.endpoint,), call_s=STORE_CALL_S, accept_old=True)
+        self.store = EtcdStore(options)
+        self._progress(f"etcd at {self._etcd.endpoint}")
 
     def _seats(self) -> list[EngineSeat]:
         roles = [EngineRole.PREFILL] * self._plan.prefill + [EngineRole.DECODE] * self._plan.decode
@@ -222,6 +256,18 @@ class Stack:
                     f"within {REGISTERED_TIMEOUT_S:.0f} s"
                 )
             await asyncio.sleep(0.05)
+
+    async def _await_known(self, router: RouterServer) -> None:
+        """Waits until the router's watch has told it of the engines."""
+        known = 0
+        deadline_s = LoopClock().now_s() + REGISTERED_TIMEOUT_S
+        async with aiohttp.ClientSession() as session:
+            while known < len(self.engines):
+                if LoopClock().now_s() > deadline_s:
+                    raise StackError(f"the router knows only {known} of {len(self.engines)} engines")
+                async with session.get(f"{router.url}/health") as response:
+                    known = sum((await response.json())["engines"].values())
+                await asyncio.sleep(0.01)
 
     def _router_config(self, settings: RouterConfig, port: int) -> RouterConfig:
         config = replace(
