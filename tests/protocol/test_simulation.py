@@ -15,8 +15,9 @@ pytestmark = pytest.mark.simulation
 
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_every_promise_is_kept(seed: int) -> None:
-    result = simulate(WorldSettings(seed, duration_s=40.0))
-    assert result.ok, f"seed {seed}: {result.problems}; again: {replay_command(seed)} --duration-s 40"
+    settings = WorldSettings(seed, duration_s=40.0)
+    result = simulate(settings)
+    assert result.ok, f"seed {seed}: {result.problems}; again: {replay_command(settings)}"
     assert result.turns > 10
 
 

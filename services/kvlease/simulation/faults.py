@@ -66,4 +66,6 @@ class Faults:
 
     def _names(self) -> list[str]:
         nodes = self._world.nodes.values()
-        return ["router", "registry", *(node.name for node in nodes), *(node.sidecar_name for node in nodes)]
+        routers = [f"router-{number}" for number in range(self._world.settings.routers)]
+        engines = [node.name for node in nodes]
+        return [*routers, "registry", *engines, *(node.sidecar_name for node in nodes)]

@@ -95,16 +95,14 @@ class Promises:
                 self._broken(f"{node.name} still runs {gauges.running_requests} requests")
 
     def _check_beliefs(self) -> None:
-        """A lease that the router believes in did not expire at its holder."""
-        router, observed = self._world.router, self._world.observed
-        if router is None:
-            return
-        now_s = self._world.router_clock.now_s()
+        """A lease that a router believes in did not expire at its holder."""
+        observed = self._world.observed
         young_s = asyncio.get_running_loop().time() - 0.8 * self._world.settings.engine().lifetime_max_s
         for lease_id, state in observed.ended.items():
             young = state is LeaseState.EXPIRED and observed.granted_s[lease_id] > young_s
-            if young and router.renewals.belief(now_s, lease_id) is Belief.HELD:
-                self._broken(f"the router believes in lease {lease_id:016x}, which has expired")
+            for router in self._world.routers if young else ():
+                if router.renewals.belief(router.clock.now_s(), lease_id) is Belief.HELD:
+                    self._broken(f"a router believes in lease {lease_id:016x}, which has expired")
 
     def _broken(self, problem: str) -> None:
         if problem not in self._world.observed.problems:

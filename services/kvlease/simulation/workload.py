@@ -116,6 +116,7 @@ class Client:
                 messages.append({"role": "user", "content": self._text(2, 120)})
                 reply = await self._turn(messages, f"client-{self._number}-{count}")
                 if reply is None or loop.time() >= until_s:
+                    await asyncio.sleep(1.0)
                     break
                 messages.append({"role": "assistant", "content": reply})
                 if len(tokens_of_messages(messages)) > self._tokens_max:
@@ -141,7 +142,7 @@ class Client:
         bound_s = random.uniform(0.05, 2.0) if random.random() < 0.05 else None
         try:
             async with asyncio.timeout(bound_s):
-                await world.runner.run(request, head, client)
+                await random.choice(world.runners).run(request, head, client)
         except TimeoutError:
             self._tally.aborted += 1
             return None

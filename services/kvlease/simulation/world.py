@@ -1,4 +1,4 @@
-"""One simulated fleet: the production registry, sidecars and router, with simulated engines, on one virtual loop."""
+"""One simulated fleet: the production registry, sidecars and routers, with simulated engines, on one virtual loop."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -56,6 +56,7 @@ class WorldSettings:
     prefill: int = 1
     decode: int = 2
     clients: int = 4
+    routers: int = 2
     faults: bool = True
     total_blocks: int = 220
     read_s: tuple[float, float] = (0.5, 6.0)
@@ -101,8 +102,8 @@ class World:
         self.observed = Observed()
         self.store = MemoryStore()
         self.nodes: dict[str, EngineNode] = {}
-        self.router: TurnServices | None = None
-        self.router_clock = self._clock()
+        self.routers: list[TurnServices] = []
+        self.runners: list[TurnRunner] = []
         self._registry: Registry | None = None
 
     # --- Nodes --------------------------------------------------------------------------------------------
@@ -136,7 +137,8 @@ class World:
             self.nodes[name] = EngineNode(name, f"sidecar-{number}", role)
             self.start_sidecar(name)
             self.start_engine(name)
-        self.start_router()
+        for number in range(self.settings.routers):
+            self.start_router(f"router-{number}")
         await asyncio.sleep(STARTED_S)
 
     async def stop(self) -> None:
@@ -145,8 +147,8 @@ class World:
             await self.kill_engine(name)
         if self._registry is not None:
             await self._registry.close()
-        if self.router is not None:
-            await self.router.background.close()
+        for router in self.routers:
+            await router.background.close()
         await self.network.close()
 
     def start_registry(self) -> None:
@@ -203,29 +205,30 @@ class World:
         await asyncio.gather(*node.tasks, return_exceptions=True)
         await engine.close()
 
-    def start_router(self) -> None:
-        """Starts the router with empty tables."""
+    def start_router(self, name: str) -> None:
+        """Starts a router with empty tables."""
         config, random = self.settings.router, SeededRandom(Random(self.random.random()))
-        policy, clock = config.renewal_policy(), self.router_clock
-        registry = SimRegistryPort(self.network, self, "router", random.text_id(), policy)
+        policy, clock = config.renewal_policy(), self._clock()
+        registry = SimRegistryPort(self.network, self, name, random.text_id(), policy)
         renewals, engines = RenewalTable(policy), EngineTable(clock, config.suspect_s)
         conversations = ConversationTable(clock, renewals, engines, random, config.conversations_max)
         heartbeat = Heartbeat(renewals, registry, clock, policy.interval_s)
-        self.router = TurnServices(
+        router = TurnServices(
             clock=clock,
             engines=engines,
             conversations=conversations,
             renewals=renewals,
             heartbeat=heartbeat,
             registry=registry,
-            engine_port=SimEngines(self.network, self, "router"),
+            engine_port=SimEngines(self.network, self, name),
             random=random,
             background=Background(),
             metrics=TurnMetrics(),
             policy=policy,
             limits=config.turn_limits(),
         )
-        self.runner = TurnRunner(self.router)
+        self.routers.append(router)
+        self.runners.append(TurnRunner(router))
         self.network.spawn(heartbeat.run())
         self.network.spawn(follow("engines", registry.watch_engines, engines.apply))
         self.network.spawn(follow("leases", registry.watch_leases, conversations.apply))
