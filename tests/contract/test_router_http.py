@@ -745,6 +745,52 @@ async def test_a_byte_order_mark_is_no_obstacle(
     assert (await stack.send("POST", "/v1/chat/completions", data=raw)).status == 200
 
 
+async def test_a_client_keeps_its_conversation_and_is_heard_at_once(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    beats = len(stack.registry.beats)
+    answer = await stack.send("POST", "/v1/kvlease/conversations/c/renew", json={"duration_s": 120})
+    assert (answer.status, answer.json) == (200, {"conversation_id": "c", "live": True})
+    await eventually(lambda: len(stack.registry.beats) > beats)
+    without_body = await stack.send("POST", "/v1/kvlease/conversations/c/renew")
+    assert without_body.json["live"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"duration_s": 0}', b'{"duration_s": "1"}', b'{"duration_s": NaN}']
+)
+async def test_a_renewal_for_no_time_is_a_400(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, body: bytes
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    answer = await stack.send("POST", "/v1/kvlease/conversations/c/renew", data=body)
+    assert answer.status == 400
+    assert "error" in answer.json
+
+
+async def test_a_client_lets_its_conversation_go_once(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    lease_id = int((await stack.chat(FIRST, conversation_id="c")).headers["X-Kvlease-Lease"], 16)
+    release = "/v1/kvlease/conversations/c/release"
+    assert (await stack.send("POST", release)).json == {"conversation_id": "c", "released": True}
+    assert stack.registry.released == [lease_id]
+    assert not (await stack.send("POST", release)).json["released"]
+    assert not (await stack.send("POST", "/v1/kvlease/conversations/c/renew")).json["live"]
+
+
+async def test_another_tenants_conversation_is_neither_kept_nor_let_go(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    stranger = {"Authorization": "Bearer stranger"}
+    for verb in ("renew", "release"):
+        answer = await stack.send("POST", f"/v1/kvlease/conversations/c/{verb}", headers=stranger)
+        assert answer.status == 404
+    assert stack.registry.released == []
+
+
 async def test_paths_that_are_not_served_get_a_json_404(stack: Stack) -> None:
     answer = await stack.send("POST", "/v1/responses", json={})
     assert answer.status == 404

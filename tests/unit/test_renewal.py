@@ -84,6 +84,26 @@ def test_a_lease_is_live_through_its_turn_and_the_gap_after_it(table: RenewalTab
     assert table.beat(1030.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
 
 
+def test_a_lease_is_live_for_the_gap_that_is_expected_within_floor_and_cap(table: RenewalTable) -> None:
+    for lease_id, gap_s in ((1, 5.0), (2, 100.0), (3, 10_000.0)):
+        table.expect(0.0, lease_id, "d", gap_s)
+    table.beat(0.0)
+    assert table.beat(29.9).engines == {}
+    assert table.beat(30.0).engines == {"d": EngineDelta(dropped_lease_ids=(1,))}
+    assert table.beat(100.0).engines == {"d": EngineDelta(dropped_lease_ids=(2,))}
+    assert table.beat(599.9).engines == {}
+    assert table.beat(600.0).engines == {"d": EngineDelta(dropped_lease_ids=(3,))}
+
+
+def test_a_turn_that_failed_leaves_its_lease_live_for_the_expected_gap(table: RenewalTable) -> None:
+    table.expect(0.0, 7, "d")
+    table.beat(0.0)
+    table.open(7)
+    table.close(10.0, 7, 200.0)
+    assert table.beat(209.9).engines == {}
+    assert table.beat(210.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+
+
 def test_a_turn_makes_a_lease_live_again(table: RenewalTable) -> None:
     table.expect(0.0, 7, "d")
     table.beat(0.0)
@@ -201,6 +221,8 @@ def test_leases_nobody_may_use_again_are_forgotten(table: RenewalTable) -> None:
         ({"interval_s": 7.0}, ("7.0", "20.0")),
         ({"interval_s": 30.0, "duration_s": 100.0}, ("30.0", "30.0")),
         ({"gap_floor_s": 700.0}, ("700.0", "600.0")),
+        ({"gap_quantile": 1.5}, ("1.5",)),
+        ({"tool_call_max_s": 0.0}, ("0.0",)),
         ({"duration_s": 0.0}, ("0.0",)),
         ({"interval_s": float("inf")}, ("inf",)),
     ],

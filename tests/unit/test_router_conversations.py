@@ -94,6 +94,66 @@ def test_a_pending_lease_that_nobody_acked_expires(world: World) -> None:
     assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.LEASE_EXPIRED
 
 
+def is_renewed(world: World, lease_id: int) -> bool:
+    """Whether the heartbeat still names the lease."""
+    world.renewals.resync()
+    beat = world.renewals.beat(world.clock.now_s())
+    return any(lease_id in delta.added_lease_ids for delta in beat.engines.values())
+
+
+def pause(world: World, lease_id: int, gap_s: float) -> None:
+    """One more turn of the conversation, after a gap."""
+    world.clock.advance(gap_s)
+    turn = world.table.open(request(NEXT, "c"))
+    world.table.grant(turn, lease_id, HOLDER, Reply("fine"))
+    world.table.close(turn)
+
+
+def test_a_conversation_is_kept_for_the_gap_that_its_own_past_predicts(world: World) -> None:
+    first_turn(world)
+    for lease_id in range(8, 16):
+        pause(world, lease_id, 120.0)
+    world.clock.advance(110.0)
+    assert is_renewed(world, 15)
+    world.clock.advance(90.0)
+    assert not is_renewed(world, 15)
+
+
+def test_a_new_conversation_is_kept_for_the_gap_of_its_tenants_others(world: World) -> None:
+    first_turn(world)
+    for lease_id in range(8, 40):
+        pause(world, lease_id, 120.0)
+    first_turn(world, "other", 90)
+    world.clock.advance(110.0)
+    assert is_renewed(world, 90)
+
+
+def test_a_conversation_that_awaits_its_tools_is_kept_as_long_as_they_may_take(world: World) -> None:
+    turn = world.table.open(request([USER], "c"))
+    world.table.grant(turn, 7, HOLDER, Reply("calls"), awaits_tools=True)
+    world.table.close(turn)
+    world.clock.advance(599.0)
+    assert is_renewed(world, 7)
+    world.clock.advance(1.0)
+    assert not is_renewed(world, 7)
+
+
+def test_the_time_that_tools_take_is_no_gap(world: World) -> None:
+    first_turn(world)
+    for lease_id in range(8, 40):
+        pause(world, lease_id, 1.0)
+    turn = world.table.open(request(NEXT, "c"))
+    world.table.grant(turn, 40, HOLDER, Reply("calls"), awaits_tools=True)
+    world.table.close(turn)
+    for lease_id in range(41, 49):
+        world.clock.advance(500.0)
+        turn = world.table.open(request(NEXT, "c"))
+        world.table.grant(turn, lease_id, HOLDER, Reply("calls"), awaits_tools=lease_id < 48)
+        world.table.close(turn)
+    world.clock.advance(31.0)
+    assert not is_renewed(world, 48)
+
+
 def test_another_model_uses_no_lease_of_the_conversation(world: World) -> None:
     first_turn(world)
     assert world.signal(world.table.open(request(NEXT, "c", "other"))) is PlanReason.MODEL_CHANGED

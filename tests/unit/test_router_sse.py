@@ -98,6 +98,26 @@ def test_anything_else_is_no_good_end(chunk: dict[str, Any]) -> None:
     assert not reader.finished_well
 
 
+@pytest.mark.parametrize(
+    ("chunks", "awaits"),
+    [
+        ([choice(content="x", finish="stop")], False),
+        ([choice(finish="tool_calls")], True),
+        ([choice(finish="function_call")], True),
+        # A tool that the client chose by name: the engine says "stop".
+        (
+            [choice(tool_calls=[{"index": 0, "id": "a", "function": {"name": "f"}}]), choice(finish="stop")],
+            True,
+        ),
+    ],
+)
+def test_a_reply_that_calls_tools_awaits_them(chunks: list[dict[str, Any]], awaits: bool) -> None:
+    reader = ReplyReader(choices=1)
+    for chunk in chunks:
+        reader.read({"choices": [chunk]})
+    assert reader.awaits_tools is awaits
+
+
 def test_events_that_hold_nothing_of_ours_pass_byte_by_byte() -> None:
     cleaner = StreamCleaner(ReplyReader(1), hide_usage=True)
     for raw in (b": comment\n\n", b"data:  {no json\n\n", b"data: 1\n\n", b'data:{"a": 1}\r\n\r\n', b"\n\n"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvlease.core.errors import InvalidArgument
+from kvlease.core.gaps import GapPolicy
 from kvlease.core.lease import MissReason
 
 BELIEF_SHARE = 0.8
@@ -28,7 +29,9 @@ class RenewalPolicy:
         reservation_s: to which a beat renews a pin's reservation.
         provisional_s: of a grant that nobody confirmed yet.
         gap_floor_s: a conversation stays live at least this long after a turn.
-        gap_cap_s: and at most this long, whatever a client asks for.
+        gap_cap_s: and at most this long, whatever is predicted and whatever a client asks for.
+        gap_quantile: share of the gaps before next turns that a conversation is to outlive.
+        tool_call_max_s: a conversation whose reply ended in tool calls stays live this long; the cap bounds it.
     """
 
     interval_s: float = 5.0
@@ -37,6 +40,8 @@ class RenewalPolicy:
     provisional_s: float = 6.0
     gap_floor_s: float = 30.0
     gap_cap_s: float = 600.0
+    gap_quantile: float = 0.9
+    tool_call_max_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -46,6 +51,7 @@ class RenewalPolicy:
             "provisional_s",
             "gap_floor_s",
             "gap_cap_s",
+            "tool_call_max_s",
         ):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}: it must be above 0 and finite")
@@ -64,6 +70,15 @@ class RenewalPolicy:
                 f"gap_floor_s is {self.gap_floor_s} and gap_cap_s {self.gap_cap_s}:"
                 " the floor is above the cap"
             )
+        self.gaps()
+
+    def gaps(self) -> GapPolicy:
+        """How gaps are predicted from those seen so far.
+
+        Raises:
+            InvalidArgument: the quantile is not one.
+        """
+        return GapPolicy(self.gap_quantile, self.gap_floor_s, self.gap_cap_s)
 
 
 class Belief(Enum):
@@ -130,7 +145,7 @@ class RenewalTable:
     """All leases and pins that one router knows."""
 
     def __init__(self, policy: RenewalPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._leases: dict[int, _Lease] = {}
         self._pins: dict[str, str] = {}
         self._told_leases: dict[int, str] = {}
@@ -151,12 +166,16 @@ class RenewalTable:
 
     # --- what a turn says ---------------------------------------------------------------------------------
 
-    def expect(self, now_s: float, lease_id: int, engine_id: str) -> None:
-        """A turn ended well: its lease is pending, and the next beat confirms it."""
+    def expect(self, now_s: float, lease_id: int, engine_id: str, gap_s: float = 0.0) -> None:
+        """A turn ended well: its lease is pending, and the next beat confirms it.
+
+        Args:
+            gap_s: seconds for which the lease is live without another turn; floor and cap bound them.
+        """
         self._leases[lease_id] = _Lease(
             engine_id,
-            pending_until_s=now_s + self._policy.provisional_s,
-            live_until_s=now_s + self._policy.gap_floor_s,
+            pending_until_s=now_s + self.policy.provisional_s,
+            live_until_s=now_s + self._bounded_gap_s(gap_s),
         )
         self._touch(lease_id)
 
@@ -167,12 +186,12 @@ class RenewalTable:
             lease.open_turns += 1
             self._touch(lease_id)
 
-    def close(self, now_s: float, lease_id: int) -> None:
-        """A turn that uses the lease has ended; the lease is live for the gap floor."""
+    def close(self, now_s: float, lease_id: int, gap_s: float = 0.0) -> None:
+        """A turn that uses the lease has ended; the lease is live for `gap_s`, within floor and cap."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             lease.open_turns = max(0, lease.open_turns - 1)
-            lease.live_until_s = max(lease.live_until_s, now_s + self._policy.gap_floor_s)
+            lease.live_until_s = max(lease.live_until_s, now_s + self._bounded_gap_s(gap_s))
             self._touch(lease_id)
 
     def keep_live(self, now_s: float, lease_id: int, duration_s: float) -> bool:
@@ -180,7 +199,7 @@ class RenewalTable:
         lease = self._leases.get(lease_id)
         if lease is None or self.belief(now_s, lease_id) not in (Belief.HELD, Belief.PENDING):
             return False
-        lease.live_until_s = max(lease.live_until_s, now_s + min(duration_s, self._policy.gap_cap_s))
+        lease.live_until_s = max(lease.live_until_s, now_s + min(duration_s, self.policy.gap_cap_s))
         self._touch(lease_id)
         return True
 
@@ -203,7 +222,7 @@ class RenewalTable:
             lease.miss = None
             lease.held_until_s = None
             lease.retries = 0
-            lease.pending_until_s = now_s + self._policy.provisional_s
+            lease.pending_until_s = now_s + self.policy.provisional_s
             self._touch(lease_id)
 
     def hold_pin(self, pin_id: str, engine_id: str) -> None:
@@ -300,6 +319,9 @@ class RenewalTable:
             lease.miss = reason
         return False
 
+    def _bounded_gap_s(self, gap_s: float) -> float:
+        return min(max(gap_s, self.policy.gap_floor_s), self.policy.gap_cap_s)
+
     def _touch(self, lease_id: int) -> None:
         self._touched.add(lease_id)
         heapq.heappush(self._gap_ends, (self._leases[lease_id].live_until_s, lease_id))
@@ -309,7 +331,7 @@ class RenewalTable:
         told = lease.sequence is not None and lease_id in self._told_leases
         if not told or lease.sequence is None or lease.sequence > self._acked_sequence:
             return lease.held_until_s
-        acked_s = self._acked_sent_s + BELIEF_SHARE * self._policy.duration_s
+        acked_s = self._acked_sent_s + BELIEF_SHARE * self.policy.duration_s
         return acked_s if lease.held_until_s is None else max(lease.held_until_s, acked_s)
 
     def _untell(self, lease_id: int) -> str | None:
@@ -328,7 +350,7 @@ class RenewalTable:
             if lease is None or lease.open_turns or now_s < lease.live_until_s:
                 continue
             self._touched.add(lease_id)
-            forgotten_s = lease.live_until_s + self._policy.gap_cap_s
+            forgotten_s = lease.live_until_s + self.policy.gap_cap_s
             if now_s >= forgotten_s:
                 del self._leases[lease_id]
             else:

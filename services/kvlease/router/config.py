@@ -26,7 +26,11 @@ class RouterConfig:
     reservation_s: float = setting(30.0, "what a heartbeat renews the reservation of a pin for")
     provisional_s: float = setting(6.0, "how long an engine keeps a turn that nobody confirmed")
     gap_floor_s: float = setting(30.0, "a conversation stays live at least this long after a turn")
-    gap_cap_s: float = setting(600.0, "and at most this long, whatever a client asks for")
+    gap_cap_s: float = setting(600.0, "and at most this long, whatever is predicted or asked for")
+    gap_quantile: float = setting(0.9, "share of the gaps before next turns that a conversation outlives")
+    tool_call_max_s: float = setting(
+        600.0, "a conversation that waits for its tools stays live this long; gap_cap_s bounds it"
+    )
     wait_for_offer_s: float = setting(0.02, "a pin may wait this long for a lease granted a moment ago")
     turn_timeout_s: float = setting(1800.0, "bound of one turn, its streamed answer included")
     prefill_timeout_s: float = setting(120.0, "bound of one try of the prefill leg")
@@ -92,6 +96,8 @@ class RouterConfig:
             provisional_s=self.provisional_s,
             gap_floor_s=self.gap_floor_s,
             gap_cap_s=self.gap_cap_s,
+            gap_quantile=self.gap_quantile,
+            tool_call_max_s=self.tool_call_max_s,
         )
 
     def turn_limits(self) -> TurnLimits:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from kvlease.core.clock import Clock
 from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript, conversation_key
 from kvlease.core.cost import TokenEstimate
+from kvlease.core.gaps import OWN_GAPS_MAX, GapEstimator
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
 from kvlease.core.planning import REASON_OF_MISS, LeaseSignal, PlanReason, TurnPath
@@ -70,6 +71,9 @@ class Conversation:
         lease: of the turn that finished last.
         leaf: where that turn ended.
         claimed: a turn that goes on from the leaf is in flight.
+        gaps_s: seconds between its latest turns, those spent on calls of tools left out.
+        idle_since_s: when the last turn ended well, None once another turn has begun.
+        awaits_tools: that turn's reply called tools.
     """
 
     key: bytes
@@ -82,6 +86,9 @@ class Conversation:
     decode_engine_id: str = ""
     estimate: TokenEstimate = field(default_factory=TokenEstimate)
     turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
+    gaps_s: tuple[float, ...] = ()
+    idle_since_s: float | None = None
+    awaits_tools: bool = False
     used_s: float = 0.0
     open_turns: int = 0
 
@@ -123,6 +130,7 @@ class ConversationTable:
         self._engines = engines
         self._random = random
         self._conversations_max = conversations_max
+        self._gaps = GapEstimator(renewals.policy.gaps())
         self._conversations: OrderedDict[bytes, Conversation] = OrderedDict()
         self._index = ConversationIndex()
         self._records: dict[int, LeaseRecord] = {}
@@ -148,6 +156,7 @@ class ConversationTable:
         turn = self._named_turn(request) if request.conversation_id else self._unnamed_turn(request)
         conversation = turn.conversation
         conversation.used_s = self._clock.now_s()
+        self._learn_gap(conversation)
         conversation.open_turns += 1
         if turn.claims:
             conversation.claimed = True
@@ -174,26 +183,29 @@ class ConversationTable:
         suffix_tokens = None if suffix is None else turn.conversation.estimate.tokens(suffix)
         return LeaseSignal(base.holder.engine_id, suffix_tokens, base.tokens)
 
-    def grant(self, turn: OpenTurn, lease_id: int, holder: Holder, reply: Reply) -> ConversationLease | None:
+    def grant(
+        self, turn: OpenTurn, lease_id: int, holder: Holder, reply: Reply, *, awaits_tools: bool = False
+    ) -> ConversationLease | None:
         """A turn ended well: its lease is the conversation's. Returns the lease to release by name, if any.
 
         The holder supersedes the lease that the turn was told to; whatever else the conversation had is left
         to us.
         """
         conversation = turn.conversation
-        leaf = self._remember_leaf(turn, reply)
+        leaf = self._remember_end(turn, reply, awaits_tools)
         previous = conversation.lease
         conversation.lease = ConversationLease(lease_id, holder, turn.model, leaf)
-        self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id)
+        gap_s = self._expected_gap_s(conversation)
+        self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id, gap_s)
         if previous is None:
             return None
         self._renewals.drop(previous.lease_id)
         superseded = previous.lease_id == turn.supersedes and previous.holder.engine_id == holder.engine_id
         return None if superseded else previous
 
-    def finish_without_lease(self, turn: OpenTurn, reply: Reply) -> None:
+    def finish_without_lease(self, turn: OpenTurn, reply: Reply, *, awaits_tools: bool = False) -> None:
         """A turn ended well on an engine that retains nothing."""
-        self._remember_leaf(turn, reply)
+        self._remember_end(turn, reply, awaits_tools)
 
     def learn(self, turn: OpenTurn, lease_id: int, prompt_tokens: int, completion_tokens: int) -> None:
         """Takes the counts of a turn that ended well."""
@@ -213,7 +225,17 @@ class ConversationTable:
         if turn.claims:
             turn.conversation.claimed = False
         if turn.base is not None:
-            self._renewals.close(now_s, turn.base.lease_id)
+            gap_s = self._expected_gap_s(turn.conversation)
+            self._renewals.close(now_s, turn.base.lease_id, gap_s)
+
+    def keep_live(self, conversation: Conversation, duration_s: float) -> bool:
+        """A client asks to keep the conversation. False when there is no lease to keep.
+
+        The caller wakes the heartbeat: a lease that was let go may have little time left at its holder.
+        """
+        lease = conversation.lease
+        now_s = self._clock.now_s()
+        return lease is not None and self._renewals.keep_live(now_s, lease.lease_id, duration_s)
 
     def release(self, conversation: Conversation) -> ConversationLease | None:
         """Forgets the conversation's lease; the lease to release at its holder."""
@@ -340,6 +362,7 @@ class ConversationTable:
         """A branch: another conversation that may read the lease of the one it leaves."""
         branch = self._mint(request)
         branch.estimate = owner.estimate
+        branch.gaps_s = owner.gaps_s
         branch.decode_engine_id = owner.decode_engine_id
         suffix_bytes = request.transcript.suffix_bytes(leaf) if request.transcript else None
         return OpenTurn(
@@ -356,7 +379,25 @@ class ConversationTable:
         key = conversation_key(request.tenant, conversation_id)
         return self._insert(Conversation(key, request.tenant, conversation_id, named=False))
 
-    def _remember_leaf(self, turn: OpenTurn, reply: Reply) -> Leaf:
+    def _learn_gap(self, conversation: Conversation) -> None:
+        """A turn begins after a pause. Tools take as long as they take: that says nothing of the next pause."""
+        since_s, conversation.idle_since_s = conversation.idle_since_s, None
+        if since_s is None or conversation.awaits_tools:
+            return
+        gap_s = max(0.0, self._clock.now_s() - since_s)
+        conversation.gaps_s = (*conversation.gaps_s, gap_s)[-OWN_GAPS_MAX:]
+        self._gaps.observe(conversation.tenant, gap_s)
+
+    def _expected_gap_s(self, conversation: Conversation) -> float:
+        """How long the next turn is waited for."""
+        predicted_s = self._gaps.predict_s(conversation.tenant, conversation.gaps_s)
+        if conversation.awaits_tools:
+            return max(predicted_s, self._renewals.policy.tool_call_max_s)
+        return predicted_s
+
+    def _remember_end(self, turn: OpenTurn, reply: Reply, awaits_tools: bool) -> Leaf:
+        turn.conversation.idle_since_s = self._clock.now_s()
+        turn.conversation.awaits_tools = awaits_tools
         leaf = turn.transcript.leaf(reply) if turn.transcript is not None else Leaf(())
         turn.conversation.leaf = leaf
         if leaf.key and not turn.conversation.named:

@@ -223,9 +223,17 @@ class DecodeLeg:
         turn.record.ended = "well"
         opened.conversation.decode_engine_id = engine.holder.engine_id
         if not turn.record.lease_id or not kept:
-            services.conversations.finish_without_lease(opened, reader.reply())
+            services.conversations.finish_without_lease(
+                opened, reader.reply(), awaits_tools=reader.awaits_tools
+            )
             return
-        left = services.conversations.grant(opened, turn.record.lease_id, engine.holder, reader.reply())
+        left = services.conversations.grant(
+            opened,
+            turn.record.lease_id,
+            engine.holder,
+            reader.reply(),
+            awaits_tools=reader.awaits_tools,
+        )
         services.heartbeat.wake()
         if left is not None:
             release = services.registry.release(left.lease_id, left.holder.engine_id, turn.request.tenant)

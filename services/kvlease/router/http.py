@@ -1,9 +1,11 @@
 """The OpenAI-compatible surface: routes, errors in OpenAI's shape, and the client's side of a turn."""
 
+import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -85,7 +87,10 @@ class Front:
             app.router.add_get(path, self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/kvlease/conversations/{conversation_id}", self._conversation)
+        conversation = "/v1/kvlease/conversations/{conversation_id}"
+        app.router.add_get(conversation, self._conversation)
+        app.router.add_post(conversation + "/renew", self._renew)
+        app.router.add_post(conversation + "/release", self._release)
         return app
 
     def _turn(self, api: Api) -> Handler:
@@ -159,12 +164,42 @@ class Front:
         return web.Response(headers=headers, body=self._services.metrics.exposition())
 
     async def _conversation(self, request: web.Request) -> web.StreamResponse:
+        conversation = self._find(request)
+        return _json(conversation_json(conversation, self._services.conversations))
+
+    async def _renew(self, request: web.Request) -> web.StreamResponse:
+        """The client keeps its conversation for `duration_s` seconds more, for as long as may be without it."""
+        conversation = self._find(request)
+        try:
+            duration_s = _duration_s(await request.read(), self._services.policy.gap_cap_s)
+        except InvalidArgument as error:
+            return _error(400, str(error))
+        live = self._services.conversations.keep_live(conversation, duration_s)
+        if live:
+            self._services.heartbeat.wake()
+        return _json({"conversation_id": conversation.conversation_id, "live": live})
+
+    async def _release(self, request: web.Request) -> web.StreamResponse:
+        """The client is done with its conversation: its lease ends at the holder at once."""
+        conversation = self._find(request)
+        lease = self._services.conversations.release(conversation)
+        released = lease is not None and (
+            await self._services.registry.release(lease.lease_id, lease.holder.engine_id, conversation.tenant)
+            is None
+        )
+        return _json({"conversation_id": conversation.conversation_id, "released": released})
+
+    def _find(self, request: web.Request) -> Conversation:
+        """The tenant's conversation that a path names.
+
+        Raises:
+            _NoConversation: there is none.
+        """
         conversation_id = request.match_info["conversation_id"]
-        table = self._services.conversations
-        conversation = table.find(_tenant(request), conversation_id)
+        conversation = self._services.conversations.find(_tenant(request), conversation_id)
         if conversation is None:
-            return _error(404, "no such conversation")
-        return _json(conversation_json(conversation, table))
+            raise _NoConversation
+        return conversation
 
 
 def conversation_json(conversation: Conversation, table: ConversationTable) -> dict[str, Any]:
@@ -201,6 +236,30 @@ def _turn_json(record: TurnRecord) -> dict[str, Any]:
     }
 
 
+class _NoConversation(Exception):
+    """A path names a conversation that the tenant does not have."""
+
+
+def _duration_s(raw: bytes, cap_s: float) -> float:
+    """The `duration_s` of a body, at most the cap; the cap without one.
+
+    Raises:
+        InvalidArgument: it is not a number of seconds.
+    """
+    if not raw:
+        return cap_s
+    try:
+        body: object = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("the body is JSON, or empty") from error
+    if not isinstance(body, dict):
+        raise InvalidArgument("the body is an object, or empty")
+    value = cast("dict[str, Any]", body).get("duration_s", cap_s)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise InvalidArgument("duration_s is a number of seconds above 0")
+    return float(min(value, cap_s))
+
+
 def _tenant(request: web.Request) -> str:
     return tenant_digest(bearer_token(request.headers.get("Authorization")))
 
@@ -222,6 +281,8 @@ async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResp
         return web.Response(status=204, headers={"Allow": ALLOWED_METHODS})
     try:
         return await handler(request)
+    except _NoConversation:
+        return _error(404, "no such conversation")
     except web.HTTPNotFound:
         return _error(404, f"{request.method} {request.path} is not served here")
     except web.HTTPMethodNotAllowed as error:

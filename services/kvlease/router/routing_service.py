@@ -4,10 +4,9 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from kvlease.core.clock import Clock
 from kvlease.core.planning import TurnPath
-from kvlease.core.renewal import RenewalTable
 from kvlease.router.conversations import ConversationTable, TurnRecord
+from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.ports import RegistryPort
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from kvlease.wire.values import duration_from_wire, duration_to_wire
@@ -25,12 +24,11 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
     """Converts, calls, converts."""
 
     def __init__(
-        self, conversations: ConversationTable, renewals: RenewalTable, registry: RegistryPort, clock: Clock
+        self, conversations: ConversationTable, heartbeat: Heartbeat, registry: RegistryPort
     ) -> None:
         self._conversations = conversations
-        self._renewals = renewals
+        self._heartbeat = heartbeat
         self._registry = registry
-        self._clock = clock
 
     async def GetConversation(
         self, request: routing_pb2.GetConversationRequest, context: Context
@@ -46,11 +44,9 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
         """Keeps the conversation's lease alive for a while."""
         found = self._conversations.find(request.tenant, request.conversation_id)
         duration_s = duration_from_wire(request.duration)
-        live = (
-            found is not None
-            and found.lease is not None
-            and self._renewals.keep_live(self._clock.now_s(), found.lease.lease_id, duration_s)
-        )
+        live = found is not None and self._conversations.keep_live(found, duration_s)
+        if live:
+            self._heartbeat.wake()
         return routing_pb2.RenewConversationResponse(live=live)
 
     async def ReleaseConversation(

@@ -98,6 +98,13 @@ class ReplyReader:
         return ended and not self.failed and all(map(_is_good_end, self._finished.values()))
 
     @property
+    def awaits_tools(self) -> bool:
+        """A choice ended in calls of tools: the conversation goes on when the client has run them."""
+        return bool(self._calls) or any(
+            finish in ("tool_calls", "function_call") for finish in self._finished.values()
+        )
+
+    @property
     def failed_silently(self) -> bool:
         """A choice ended with an error that no error object tells the client about."""
         return self.failed and not self._told
