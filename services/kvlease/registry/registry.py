@@ -12,6 +12,7 @@ from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, LeaseRecord, PinOutcome
 from kvlease.registry.config import RegistryConfig
+from kvlease.registry.directory import EngineDirectory
 from kvlease.registry.ports import SidecarTransport
 from kvlease.registry.renewals import EngineRenewals, Heartbeat, PendingBeat, RenewalSession
 from kvlease.store.port import Batch, Store
@@ -28,6 +29,7 @@ class Registry:
         self._config = config
         self._store = store
         self._sidecars = sidecars
+        self._directory = EngineDirectory(store)
         self._renewals = EngineRenewals(self._renew_engine, config.renewal_spacing_s, clock)
 
     # --- engines and leases -------------------------------------------------------------------------------
@@ -136,6 +138,10 @@ class Registry:
         )
         return PendingBeat(session, beat.sequence, answers)
 
+    async def follow_engines(self) -> None:
+        """Keeps the engines at hand until cancelled; without it the store is asked for each call."""
+        await self._directory.follow()
+
     async def close(self) -> None:
         """Ends the calls that are under way."""
         await self._renewals.close()
@@ -164,7 +170,8 @@ class Registry:
         )
 
     async def _engine(self, engine_id: str) -> Engine | None:
-        return await self._stored(self._store.get_engine(engine_id))
+        known = self._directory.get(engine_id)
+        return known or await self._stored(self._store.get_engine(engine_id))
 
     async def _stored(self, call: Awaitable[Result]) -> Result:
         try:

@@ -1,5 +1,6 @@
 """A registry with its gRPC server."""
 
+import asyncio
 import logging
 
 from kvlease.core.clock import Clock
@@ -23,6 +24,7 @@ class RegistryServer:
         self._registry = Registry(config, store, self._sidecars, clock)
         self._servicer = RegistryServicer(self._registry)
         self._server: GrpcServer | None = None
+        self._follower: asyncio.Task[None] | None = None
         self.address = ""
 
     async def start(self) -> None:
@@ -37,6 +39,7 @@ class RegistryServer:
         server.bind()
         await server.start()
         self._server, self.address = server, server.address
+        self._follower = asyncio.create_task(self._registry.follow_engines())
         _log.info("registry serves", extra={"address": self.address})
 
     async def stop(self) -> None:
@@ -45,5 +48,8 @@ class RegistryServer:
         if server is not None:
             self._servicer.end_streams()
             await server.stop(self._config.stop_grace_s)
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.wait((self._follower,))
         await self._registry.close()
         await self._sidecars.close()
