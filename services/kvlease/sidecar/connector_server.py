@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ class _Attachment:
         self._sidecar = sidecar
         self._engine = engine
         self._link = link
-        self._remote_calls = 0
+        self._remote_calls: set[asyncio.Task[None]] = set()
+        self._last_of_pin: dict[str, asyncio.Task[None]] = {}
         self._handlers: dict[str, Callable[[Any, asyncio.TaskGroup], None]] = {
             "offer": lambda message, _: engine.offer(offer_from_wire(message)),
             "events": lambda message, _: engine.apply_events(*events_from_wire(message)),
@@ -123,7 +124,7 @@ class _Attachment:
             outcome = await self._sidecar.remote_pin(ask, wait_for_offer_s, address)
             self._answer_remote_pin(message.call_id, outcome_to_wire(outcome))
 
-        if not self._start(answer(), group):
+        if not self._start(ask.pin_id, answer, group):
             self._answer_remote_pin(message.call_id, outcome_to_wire(MissReason.UNREACHABLE))
 
     def _answer_remote_pin(self, call_id: int, result: Any) -> None:
@@ -134,18 +135,37 @@ class _Attachment:
         holder = holder_from_wire(message.holder)
         lease_id = lease_id_from_wire(message.lease_id)
         address = text_from_wire(message.sidecar_address, "sidecar_address")
-        self._start(self._sidecar.remote_unpin(holder, lease_id, message.pin_id, address), group)
+        pin_id = text_from_wire(message.pin_id, "pin_id")
 
-    def _start(self, call: Coroutine[Any, Any, None], group: asyncio.TaskGroup) -> bool:
-        if self._remote_calls >= REMOTE_CALLS_MAX:
-            call.close()
+        async def tell() -> None:
+            await self._sidecar.remote_unpin(holder, lease_id, pin_id, address)
+
+        self._start(pin_id, tell, group)
+
+    def _start(self, pin_id: str, call: Callable[[], Awaitable[None]], group: asyncio.TaskGroup) -> bool:
+        """Begins a call once the one before it about the same pin has ended: an UNPIN overtakes no PIN.
+
+        False, and no call, when too many are under way; each of them is bounded in time.
+        """
+        if len(self._remote_calls) >= REMOTE_CALLS_MAX:
             return False
-        self._remote_calls += 1
-        group.create_task(call).add_done_callback(self._count_down)
-        return True
+        before = self._last_of_pin.get(pin_id)
 
-    def _count_down(self, _: "asyncio.Task[None]") -> None:
-        self._remote_calls -= 1
+        async def run() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await call()
+
+        def forget(ended: "asyncio.Task[None]") -> None:
+            self._remote_calls.discard(ended)
+            if self._last_of_pin.get(pin_id) is ended:
+                del self._last_of_pin[pin_id]
+
+        task = group.create_task(run())
+        self._remote_calls.add(task)
+        self._last_of_pin[pin_id] = task
+        task.add_done_callback(forget)
+        return True
 
 
 def prepare_socket(socket_dir: str) -> Path:
