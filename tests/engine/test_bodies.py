@@ -28,6 +28,8 @@ PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
 FUZZ_SEED = 20_250_711
 FUZZ_BODIES = 80
 AT_ONCE = 8
+UNENCODABLE = "ours: a lone surrogate"
+"""vLLM's own front cannot pass it on and answers 500; its engine never sees it."""
 NO_SIDECAR = "127.0.0.1:1"
 NO_ROUTE = "192.0.2.1:7"
 
@@ -174,7 +176,7 @@ async def attack_all(pair: Pair, attacks: list[tuple[str, str, Any]]) -> None:
     async def one(what: str, url: str, params: Any) -> str:
         async with at_once:
             status = await attack(pair, url, params)
-            return f"{what} at {url}: {status}" if status >= 500 else ""
+            return f"{what} at {url}: {status}" if status >= 500 and what != UNENCODABLE else ""
 
     answers = await asyncio.gather(*(one(*row) for row in attacks))
     assert [answer for answer in answers if answer] == []

@@ -1,5 +1,6 @@
 """A sidecar that is silent, killed or restarted: turns go on, are right, and leave nothing behind."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -167,10 +168,12 @@ async def test_turns_go_on_without_the_sidecar_of_the_prefill_engine(pair: Pair,
     assert (await talk.turn()).record["outcome"] == "unreachable"
     await nothing_waits(pair)
     await replace_sidecar(pair, stack, PREFILL)
-    await talk.is_held()
-    await pair.reset_cache(PREFILL)
-    last = await talk.turn()
-    assert (last.path, last.record["outcome"]) == ("readback", "read")
+    names = itertools.count()
+
+    async def decode_reads_prefill() -> bool:
+        return (await Talk(pair, f"prefill again {next(names)}").turn()).read_bytes > 0
+
+    await eventually(decode_reads_prefill, "the decode engine reads what the prefill engine computed")
 
 
 async def test_when_nobody_renews_any_more_every_block_of_both_engines_comes_back(pair: Pair) -> None:
