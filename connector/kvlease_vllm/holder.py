@@ -118,7 +118,7 @@ class BlockHolder:
         with self._lock:
             now_s, holder = self._now_s(), self._table.holder
             self._table.advance(now_s)
-            return holder, [offer_of(hold, holder, now_s, layout) for hold in self._table.holds()]
+            return holder, [self._offer_of(hold, now_s, layout) for hold in self._table.holds()]
 
     def offer(self, lease_id: int, layout: KvLayout) -> LeaseOffer | None:
         """The offer of one hold; None when it has ended."""
@@ -126,7 +126,7 @@ class BlockHolder:
             hold = self._table.get(lease_id)
             if hold is None:
                 return None
-            return offer_of(hold, self._table.holder, self._now_s(), layout)
+            return self._offer_of(hold, self._now_s(), layout)
 
     def advance(self) -> None:
         """Applies deadlines, so that the sidecar hears of them also while the engine is idle."""
@@ -150,15 +150,17 @@ class BlockHolder:
     def grant(self, grant: Grant, duration_s: float) -> bool:
         """Grants a provisional CONVERSATION lease and references its blocks.
 
-        False when the id was used before, or when the budget has no place beside what is being read.
+        False when the id was used before, or when the budget or the tenant's caps have no place for it beside
+        what is being read.
         """
         if not self._admit(
             grant, lambda now_s: self._table.grant(now_s, grant, duration_s, provisional=True)
         ):
             return False
-        self._shrink_to_budget(keep=grant.lease_id)
-        if self._retained_blocks() <= self._budget_blocks:
-            return True
+        if self._shrink_to_caps(grant):
+            self._shrink_to_budget(keep=grant.lease_id)
+            if self._retained_blocks() <= self._budget_blocks:
+                return True
         self.end(grant.lease_id, LeaseEvent.EVICT)
         self.give_back()
         return False
@@ -226,6 +228,23 @@ class BlockHolder:
         self._tell([event for event in events if event.lease_id != grant.lease_id])
         return admitted
 
+    def _offer_of(self, hold: Hold, now_s: float, layout: KvLayout) -> LeaseOffer:
+        exclusive_bytes = self._table.exclusive_blocks(hold) * layout.block_bytes
+        return offer_of(hold, self._table.holder, now_s, layout, exclusive_bytes)
+
+    def _shrink_to_caps(self, grant: Grant) -> bool:
+        """Evicts the tenant's own leases, never another's, until its caps are kept; False when they cannot be."""
+        while True:
+            with self._lock:
+                if not self._table.is_over_cap(grant.tenant):
+                    return True
+                own = [hold for hold in self._idle(grant.lease_id) if hold.grant.tenant == grant.tenant]
+                victim = min(own, key=self._worth, default=None)
+                self._evict(victim)
+            if victim is None:
+                return False
+            self.give_back()
+
     def _shrink_to_budget(self, keep: int) -> None:
         while self._retained_blocks() > self._budget_blocks and self._evict_one(keep):
             self.give_back()
@@ -238,16 +257,22 @@ class BlockHolder:
     def _evict_one(self, keep: int = 0) -> bool:
         """Evicts the lease least worth keeping whose end helps to free a block; False when there is none."""
         with self._lock:
-            idle = [
-                hold
-                for hold in self._table.holds()
-                if hold.state is LeaseState.HELD and hold.grant.lease_id != keep
-            ]
-            victim = self._choose(idle)
-            if victim is not None:
-                self._table.end(self._now_s(), victim.grant.lease_id, LeaseEvent.EVICT)
-                self.evictions += 1
+            victim = self._choose(self._idle(keep))
+            self._evict(victim)
         return victim is not None
+
+    def _idle(self, keep: int) -> list[Hold]:
+        """Leases of conversations that nobody reads, but for one."""
+        return [
+            hold
+            for hold in self._table.holds()
+            if hold.state is LeaseState.HELD and hold.grant.lease_id != keep
+        ]
+
+    def _evict(self, victim: Hold | None) -> None:
+        if victim is not None:
+            self._table.end(self._now_s(), victim.grant.lease_id, LeaseEvent.EVICT)
+            self.evictions += 1
 
     def _choose(self, idle: Sequence[Hold]) -> Hold | None:
         """The victim: one whose end frees a block if there is one, else one of those that only share blocks."""

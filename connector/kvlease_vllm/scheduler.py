@@ -109,11 +109,13 @@ class SchedulerHalf:
     def bind(self, pool: "BlockPool") -> None:
         """Takes vLLM's block pool and begins to attach to the sidecar."""
         total = pool.num_gpu_blocks
+        budget = int(total * self._settings.retention_budget)
         limits = HoldLimits(
             reading_blocks_max=int(total * self._settings.reading_cap),
             lifetime_max_s=self._settings.lifetime_max_s,
+            tenant_leases_max=self._settings.tenant_leases_max,
+            tenant_blocks_max=int(budget * self._settings.tenant_share),
         )
-        budget = int(total * self._settings.retention_budget)
         self._holder = BlockHolder(
             self._facts.holder, pool, limits, budget, self._on_events, before_reset=self._reads.lose
         )

@@ -15,6 +15,8 @@ class ConnectorSettings:
         socket_dir: directory of the sidecar's unix socket; the connector waits for the socket to appear.
         weights_version: the operator's version of the weights; it roots every digest: change it with them.
         retention_budget: fraction of the engine's blocks that retained conversations may keep.
+        tenant_share: fraction of that budget that the conversations of one tenant may keep.
+        tenant_leases_max: conversations of one tenant that are retained at once.
         reading_cap: fraction of the blocks that may be pinned at once; pinned blocks cannot be evicted.
         lifetime_max_s: a lease ends this long after its grant.
         recompute_threshold_tokens: fewer verified tokens than this are recomputed: a READ would cost more.
@@ -27,6 +29,8 @@ class ConnectorSettings:
     socket_dir: str
     weights_version: str = ""
     retention_budget: float = 0.5
+    tenant_share: float = 1.0
+    tenant_leases_max: int = 10_000
     reading_cap: float = 0.25
     lifetime_max_s: float = 1800.0
     recompute_threshold_tokens: int = 64
@@ -36,7 +40,7 @@ class ConnectorSettings:
     outbox_max: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("retention_budget", "reading_cap"):
+        for name in ("retention_budget", "tenant_share", "reading_cap"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise InvalidArgument(f"kvlease.{name} is a fraction above 0 and at most 1, not {value}")
@@ -49,8 +53,10 @@ class ConnectorSettings:
                 f"kvlease.first_read_part_s ({self.first_read_part_s}) must be at least "
                 f"read_part_s ({self.read_part_s})"
             )
-        if self.recompute_threshold_tokens < 0 or self.outbox_max < 1:
-            raise InvalidArgument("kvlease.recompute_threshold_tokens is at least 0, outbox_max at least 1")
+        for name, least in (("recompute_threshold_tokens", 0), ("outbox_max", 1), ("tenant_leases_max", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise InvalidArgument(f"kvlease.{name} is at least {least}, not {value}")
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorSettings":

@@ -20,16 +20,36 @@ LAYOUT = KvLayout(4, "float32", 1, 1, 64, "layout")
 class Bench:
     """A holder on a pool of 20 blocks, of which 10 may be retained."""
 
-    def __init__(self, budget: int = 10) -> None:
+    def __init__(self, budget: int = 10, limits: HoldLimits | None = None) -> None:
         self.clock = ManualClock()
         self.pool = FakePool(20)
         self.events: list[HoldEvent] = []
         self.holder = BlockHolder(
-            ME, self.pool, HoldLimits(reading_blocks_max=8), budget, self.events.extend, self.clock.now_s
+            ME,
+            self.pool,
+            limits or HoldLimits(reading_blocks_max=8),
+            budget,
+            self.events.extend,
+            self.clock.now_s,
         )
 
-    def grant(self, lease_id: int, *blocks: int, supersedes: int = 0, duration_s: float = 20.0) -> bool:
-        return self.holder.grant(_grant(lease_id, blocks, supersedes=supersedes), duration_s)
+    def grant(
+        self,
+        lease_id: int,
+        *blocks: int,
+        supersedes: int = 0,
+        duration_s: float = 20.0,
+        tenant: str = "tenant",
+    ) -> bool:
+        return self.holder.grant(_grant(lease_id, blocks, supersedes=supersedes, tenant=tenant), duration_s)
+
+    def exclusive_bytes(self, lease_id: int) -> int:
+        offer = self.holder.offer(lease_id, LAYOUT)
+        assert offer is not None
+        return offer.record.exclusive_bytes
+
+    def held(self) -> list[int]:
+        return [offer.record.lease_id for offer in self.holder.offers(LAYOUT)[1]]
 
     def pin(self, lease_id: int, pin_id: str = "pin", read_part_s: float = 5.0) -> Pinned | MissReason:
         return self.holder.pin(PinAsk(lease_id, pin_id, ME, "tenant", 30.0, read_part_s))
@@ -39,10 +59,14 @@ class Bench:
 
 
 def _grant(
-    lease_id: int, blocks: tuple[int, ...], kind: LeaseKind = LeaseKind.CONVERSATION, supersedes: int = 0
+    lease_id: int,
+    blocks: tuple[int, ...],
+    kind: LeaseKind = LeaseKind.CONVERSATION,
+    supersedes: int = 0,
+    tenant: str = "tenant",
 ) -> Grant:
     held: BlockChain = chain(ChainRoot("tenant", "model"), range(4 * len(blocks)), 4)
-    return Grant(lease_id, kind, blocks, held.digests, held.tokens, 4, tenant="tenant", supersedes=supersedes)
+    return Grant(lease_id, kind, blocks, held.digests, held.tokens, 4, tenant=tenant, supersedes=supersedes)
 
 
 @pytest.fixture
@@ -109,6 +133,62 @@ def test_the_budget_evicts_older_leases_but_never_the_one_that_was_just_granted(
     assert bench.grant(3, 7, 8)
     assert bench.references(3, 4, 5, 6, 7, 8) == [0, 0, 1, 1, 1, 1]
     assert bench.pin(1) is MissReason.EVICTED
+
+
+def test_at_the_cap_of_leases_the_tenants_own_least_valuable_one_gives_way() -> None:
+    bench = Bench(limits=HoldLimits(reading_blocks_max=8, tenant_leases_max=2))
+    bench.grant(1, 3, tenant="other")
+    bench.grant(2, 4)
+    bench.grant(3, 5)
+    bench.holder.set_order([1, 3, 2])
+    assert bench.grant(4, 6)
+    assert bench.held() == [1, 2, 4]
+    assert bench.references(3, 4, 5, 6) == [1, 1, 0, 1]
+
+
+def test_at_the_cap_of_blocks_the_tenants_own_leases_give_way_and_shared_blocks_count_once() -> None:
+    bench = Bench(limits=HoldLimits(reading_blocks_max=8, tenant_blocks_max=4))
+    bench.grant(1, 9, 10, 11, tenant="other")
+    bench.grant(2, 3, 4)
+    assert bench.grant(3, 3, 4, 5)
+    assert bench.held() == [1, 2, 3]
+    assert bench.grant(4, 6, 7, 8)
+    assert bench.held() == [1, 4]
+
+
+def test_a_tenant_whose_leases_are_all_being_read_gets_no_other_one() -> None:
+    bench = Bench(limits=HoldLimits(reading_blocks_max=8, tenant_leases_max=1))
+    bench.grant(1, 3)
+    bench.pin(1)
+    assert not bench.grant(2, 4)
+    assert bench.grant(3, 5, tenant="other")
+    assert bench.references(3, 4, 5) == [1, 0, 1]
+
+
+def test_the_next_turn_of_a_conversation_takes_no_place_of_another_one() -> None:
+    bench = Bench(limits=HoldLimits(reading_blocks_max=8, tenant_leases_max=2))
+    bench.grant(1, 3)
+    bench.grant(2, 4)
+    assert bench.grant(3, 4, 5, supersedes=2)
+    bench.holder.renew([3], 20.0, [], 0.0)
+    assert bench.held() == [1, 3]
+
+
+def test_an_offer_counts_the_bytes_that_no_other_lease_keeps(bench: Bench) -> None:
+    for block in (3, 4, 5, 6):  # the request that finishes still has references of its own
+        bench.pool.touch([bench.pool.blocks[block]])
+    bench.grant(1, 3, 4)
+    bench.grant(2, 3, 5, 6)
+    assert bench.exclusive_bytes(2) == 2 * LAYOUT.block_bytes
+    assert bench.exclusive_bytes(1) == LAYOUT.block_bytes
+    bench.holder.end(2, LeaseEvent.RELEASE)
+    assert bench.exclusive_bytes(1) == 2 * LAYOUT.block_bytes
+
+
+def test_what_a_lease_shares_with_the_one_that_it_supersedes_is_its_own(bench: Bench) -> None:
+    bench.grant(1, 3, 4)
+    bench.grant(2, 3, 4, 5, supersedes=1)
+    assert bench.exclusive_bytes(2) == 3 * LAYOUT.block_bytes
 
 
 def test_a_grant_that_the_budget_cannot_place_references_nothing() -> None:

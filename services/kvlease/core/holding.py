@@ -7,7 +7,7 @@ answer is never given on a lease whose time has passed.
 """
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -36,10 +36,15 @@ class HoldLimits:
         reading_blocks_max: blocks of CONVERSATION leases that may be pinned at once; at the cap a PIN is
             refused, since pinned blocks cannot be evicted for a live request.
         lifetime_max_s: a lease ends this long after its grant, however often it is renewed.
+        tenant_leases_max: CONVERSATION leases that one tenant may keep; None: any number. A lease and the
+            successor that nobody confirmed yet count as one.
+        tenant_blocks_max: blocks that a tenant's CONVERSATION leases may keep, shared ones counted once.
     """
 
     reading_blocks_max: int
     lifetime_max_s: float = 1800.0
+    tenant_leases_max: int | None = None
+    tenant_blocks_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,7 @@ class HoldTable:
         self._limits = limits
         self._holds: dict[int, Hold] = {}
         self._endings: OrderedDict[int, LeaseState] = OrderedDict()
+        self._keepers: Counter[int] = Counter()
         self._pin_lease: dict[str, int] = {}
         self._due: list[tuple[float, int]] = []
         self._ended: list[Hold] = []
@@ -160,6 +166,28 @@ class HoldTable:
     def reading_blocks(self) -> int:
         """Blocks of CONVERSATION leases that pins keep from ending."""
         return sum(len(hold.grant.block_ids) for hold in self._holds.values() if _counts_as_reading(hold))
+
+    def is_over_cap(self, tenant: str) -> bool:
+        """Whether a tenant keeps more than it may: the owner of the blocks evicts one of its leases then."""
+        leases_max, blocks_max = self._limits.tenant_leases_max, self._limits.tenant_blocks_max
+        kept = [
+            hold
+            for hold in self._holds.values()
+            if hold.grant.tenant == tenant and hold.grant.kind is LeaseKind.CONVERSATION
+        ]
+        if leases_max is not None and len(kept) > leases_max:
+            replaced = {hold.grant.supersedes for hold in kept if hold.provisional}
+            if sum(hold.grant.lease_id not in replaced for hold in kept) > leases_max:
+                return True
+        if blocks_max is None or sum(len(hold.grant.block_ids) for hold in kept) <= blocks_max:
+            return False
+        return len({block_id for hold in kept for block_id in hold.grant.block_ids}) > blocks_max
+
+    def exclusive_blocks(self, hold: Hold) -> int:
+        """Blocks that only this hold keeps, not counting the lease that it is about to supersede."""
+        replaced = self._holds.get(hold.grant.supersedes) if hold.provisional else None
+        shared = frozenset(replaced.grant.block_ids) if replaced is not None else frozenset[int]()
+        return sum(self._keepers[block] - (block in shared) == 1 for block in hold.grant.block_ids)
 
     def queued_moments(self) -> int:
         """Length of the queue of deadlines; bounded by the number of holds."""
@@ -302,6 +330,7 @@ class HoldTable:
             return False
         hold = Hold(grant, row.target, now_s, deadline_s, provisional)
         self._holds[grant.lease_id] = hold
+        self._keepers.update(grant.block_ids)
         self._set_deadline(hold, deadline_s)
         self._events.append(HoldEvent(grant.lease_id, hold.state))
         return True
@@ -419,6 +448,10 @@ class HoldTable:
     def _finish(self, hold: Hold) -> None:
         lease_id = hold.grant.lease_id
         del self._holds[lease_id]
+        for block_id in hold.grant.block_ids:
+            self._keepers[block_id] -= 1
+            if not self._keepers[block_id]:
+                del self._keepers[block_id]
         for pin_id in hold.pins:
             self._pin_lease.pop(pin_id, None)
         self._endings[lease_id] = hold.state

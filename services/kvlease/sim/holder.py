@@ -156,8 +156,7 @@ class SimHolder:
         return True
 
     def _offer(self, hold: Hold) -> LeaseOffer:
-        exclusive = sum(1 for block_id in hold.grant.block_ids if self._pool.references(block_id) == 1)
-        exclusive_bytes = exclusive * self._layout.block_bytes
+        exclusive_bytes = self._table.exclusive_blocks(hold) * self._layout.block_bytes
         return offer_of(hold, self.holder, self._clock.now_s(), self._layout, exclusive_bytes)
 
     def _frees_a_block(self, hold: Hold) -> bool:
