@@ -148,7 +148,8 @@ def test_a_grant_that_never_comes_is_asked_for_a_few_times_only(table: RenewalTa
     assert asked == 4
     assert table.belief(0.1, 7) is Belief.MISSED
     assert table.miss(7) is MissReason.UNKNOWN
-    assert table.beat(5.0).engines == {}
+    assert table.beat(5.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+    assert table.beat(10.0).engines == {}
 
 
 def test_a_miss_ends_the_belief_with_its_reason(table: RenewalTable) -> None:
@@ -186,6 +187,28 @@ def test_a_holder_that_does_not_answer_leaves_the_belief_to_its_deadline(table: 
     assert table.belief(15.9, 7) is Belief.HELD
     assert table.belief(16.0, 7) is Belief.EXPIRED
     assert table.beat(10.0).engines == {"d": EngineDelta(added_lease_ids=(7,))}
+
+
+@pytest.mark.parametrize("reason", [MissReason.UNREACHABLE, MissReason.UNKNOWN])
+def test_a_lease_that_was_missed_when_its_gap_ended_is_dropped_at_the_registry_too(
+    table: RenewalTable, reason: MissReason
+) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    table.ack(31.0, table.beat(29.0).sequence, {7: reason})
+    assert table.beat(31.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
+    assert table.beat(36.0).engines == {}
+
+
+def test_a_live_lease_whose_holder_did_not_answer_is_asked_for_again_in_the_next_beat(
+    table: RenewalTable,
+) -> None:
+    table.expect(0.0, 7, "d")
+    table.ack(0.0, table.beat(0.0).sequence, {})
+    table.ack(6.0, table.beat(5.0).sequence, {7: MissReason.UNREACHABLE})
+    assert table.beat(10.0).engines == {"d": EngineDelta(added_lease_ids=(7,))}
+    table.ack(29.0, table.beat(29.0).sequence, {})
+    assert table.beat(31.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
 
 
 def test_after_a_resync_the_beat_is_complete_under_another_epoch(table: RenewalTable) -> None:

@@ -149,6 +149,7 @@ class RenewalTable:
         self._leases: dict[int, _Lease] = {}
         self._pins: dict[str, str] = {}
         self._told_leases: dict[int, str] = {}
+        self._doubtful: dict[int, str] = {}
         self._told_pins: dict[str, str] = {}
         self._sent_s: dict[int, float] = {}
         # A beat looks at leases that something happened to, and at those whose gap ends: not at all of them.
@@ -263,6 +264,7 @@ class RenewalTable:
         if full:
             self._told_leases.clear()
             self._told_pins.clear()
+            self._doubtful.clear()
             self._touched.update(self._leases)
         changes: dict[str, _Changes] = {}
         self._change_leases(now_s, changes)
@@ -306,12 +308,16 @@ class RenewalTable:
 
         Its grant may be later than the end of the turn that we saw.
         """
-        self._untell(lease_id)
+        engine_id = self._untell(lease_id)
+        passing = reason in (MissReason.UNKNOWN, MissReason.UNREACHABLE)
+        if engine_id is not None and passing:
+            # The registry goes on asking for what may only be late or out of reach.
+            self._doubtful[lease_id] = engine_id
         self._touched.add(lease_id)
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
-        awaited = reason in (MissReason.UNKNOWN, MissReason.UNREACHABLE) and lease.held_until_s is None
+        awaited = passing and lease.held_until_s is None
         if awaited and now_s < lease.pending_until_s and lease.retries < RETRIES_MAX:
             lease.retries += 1
             return True
@@ -361,6 +367,7 @@ class RenewalTable:
         for lease_id in sorted(touched):
             lease = self._leases.get(lease_id)
             live = lease is not None and lease.live(now_s)
+            doubtful = self._doubtful.pop(lease_id, None)
             if lease is not None and live and lease_id not in self._told_leases:
                 changes.setdefault(lease.engine_id, _Changes()).added_leases.append(lease_id)
                 self._told_leases[lease_id] = lease.engine_id
@@ -368,6 +375,8 @@ class RenewalTable:
             elif not live and lease_id in self._told_leases:
                 engine_id = self._untell(lease_id) or ""
                 changes.setdefault(engine_id, _Changes()).dropped_leases.append(lease_id)
+            elif not live and doubtful is not None:
+                changes.setdefault(doubtful, _Changes()).dropped_leases.append(lease_id)
 
     def _change_pins(self, changes: dict[str, _Changes]) -> None:
         for pin_id, engine_id in self._pins.items():
