@@ -286,7 +286,7 @@ async def test_a_reset_loses_the_records_and_registers_the_next_epoch(
     assert await sidecars.pin(sidecar.address, make_ask(1), 0.0, 5.0) is MissReason.HOLDER_CHANGED
 
 
-async def test_the_least_recently_renewed_lease_is_first_in_the_order_of_eviction(
+async def test_the_least_recently_used_of_equal_leases_is_first_in_the_order_of_eviction(
     fleet: Fleet, sidecars: GrpcSidecars
 ) -> None:
     sidecar = await fleet.sidecar()
@@ -294,7 +294,8 @@ async def test_the_least_recently_renewed_lease_is_first_in_the_order_of_evictio
     for lease_id in (1, 2, 3):
         connector.grant(make_grant(lease_id, conversation=bytes([lease_id])))
         await confirm(fleet, sidecars, sidecar, lease_id)
-    await sidecars.renew(sidecar.address, "decode-1", [1], 20.0, [], 0.0, 5.0)
+    assert isinstance(await sidecars.pin(sidecar.address, make_ask(1), 0.0, 5.0), Pinned)
+    await sidecars.renew(sidecar.address, "decode-1", [1, 2, 3], 20.0, [], 0.0, 5.0)
 
     async def ordered() -> bool:
         return connector.order == (2, 3, 1)

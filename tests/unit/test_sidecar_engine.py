@@ -1,12 +1,14 @@
 """What a sidecar believes of an engine follows the connector, in whichever order its threads send."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvlease.core.attachment import LeaseOffer
-from kvlease.core.holding import HoldEvent
+from kvlease.core.holding import HoldEvent, PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState, MissReason
-from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
+from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord, Pinned
 from kvlease.sidecar.engine import AttachedEngine
 from kvlease.testing.clock import ManualClock
 
@@ -35,11 +37,37 @@ def records() -> Records:
     return Records()
 
 
+class Link:
+    """Stands for the connector: renews everything, pins everything, notes the order of eviction."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[int, ...]] = []
+
+    async def renew(self, *_: object) -> dict[int, MissReason]:
+        return {}
+
+    async def pin(self, ask: PinAsk) -> Pinned:
+        return Pinned(ask.holder, 64)
+
+    def order_evictions(self, lease_ids: Sequence[int]) -> None:
+        self.orders.append(tuple(lease_ids))
+
+
 @pytest.fixture
-def engine(records: Records) -> AttachedEngine:
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+@pytest.fixture
+def engine(records: Records, link: Link, clock: ManualClock) -> AttachedEngine:
     layout = KvLayout(32, "float32", 1, 1, 4096, "layout")
     registered = Engine(HOLDER, EngineRole.DECODE, "m", "http://d", "d:1", layout)
-    return AttachedEngine(registered, None, records, ManualClock())  # type: ignore[arg-type]
+    return AttachedEngine(registered, link, records, clock)  # type: ignore[arg-type]
 
 
 def offer(
@@ -49,9 +77,12 @@ def offer(
     kind: LeaseKind = LeaseKind.CONVERSATION,
     state: LeaseState = LeaseState.HELD,
     epoch: int = 1,
+    exclusive_bytes: int = 0,
+    supersedes: int = 0,
 ) -> LeaseOffer:
     holder = Holder("e", "boot-1", epoch)
-    return LeaseOffer(LeaseRecord(lease_id, kind, state, holder, "t", b"c", 64), 6.0, provisional)
+    record = LeaseRecord(lease_id, kind, state, holder, "t", b"c", 64, exclusive_bytes=exclusive_bytes)
+    return LeaseOffer(record, 6.0, provisional, supersedes)
 
 
 def test_a_confirmation_that_overtakes_its_offer_is_recorded(
@@ -101,3 +132,53 @@ def test_the_next_epoch_loses_the_leases_of_the_last_also_without_their_events(
     assert records.epoch == 2
     engine.offer(offer(2, provisional=False, epoch=2))
     assert set(records.leases) == {2}
+
+
+async def test_the_order_follows_what_leases_free_and_when_they_were_used(
+    engine: AttachedEngine, link: Link, clock: ManualClock
+) -> None:
+    for lease_id, exclusive_bytes in ((1, 4096), (2, 4096), (3, 1024)):
+        engine.offer(offer(lease_id, exclusive_bytes=exclusive_bytes))
+        clock.advance(1.0)
+    await engine.renew([1, 2, 3], 20.0, [], 0.0)
+    assert link.orders == [(1, 2, 3)]
+    await engine.pin(PinAsk(1, "pin", HOLDER, "t", 30.0), 0.0)
+    clock.advance(5.0)
+    await engine.renew([1, 2, 3], 20.0, [], 0.0)
+    assert link.orders[-1] == (2, 1, 3)
+
+
+async def test_a_lease_that_is_let_go_comes_first_in_the_next_order(
+    engine: AttachedEngine, link: Link, clock: ManualClock
+) -> None:
+    for lease_id in (1, 2):
+        engine.offer(offer(lease_id, exclusive_bytes=4096))
+        clock.advance(1.0)
+    await engine.renew([1, 2], 20.0, [], 0.0)
+    clock.advance(15.0)
+    await engine.renew([1], 20.0, [], 0.0)
+    assert link.orders == [(1, 2), (2, 1)]
+
+
+async def test_an_order_that_stays_the_same_is_not_told_again(
+    engine: AttachedEngine, link: Link, clock: ManualClock
+) -> None:
+    engine.offer(offer(1, exclusive_bytes=4096))
+    for _ in range(3):
+        clock.advance(5.0)
+        await engine.renew([1], 20.0, [], 0.0)
+    assert link.orders == [(1,)]
+
+
+async def test_the_gaps_of_conversations_teach_what_is_worth_keeping(
+    engine: AttachedEngine, link: Link, clock: ManualClock
+) -> None:
+    engine.offer(offer(1, exclusive_bytes=4096))
+    for lease_id in range(2, 400):
+        clock.advance(200.0)
+        engine.offer(offer(lease_id, exclusive_bytes=4096, supersedes=lease_id - 1))
+        engine.apply_events(HOLDER, [HoldEvent(lease_id - 1, LeaseState.RELEASED)])
+    clock.advance(150.0)
+    engine.offer(offer(1000, exclusive_bytes=4096))
+    await engine.renew([399, 1000], 20.0, [], 0.0)
+    assert link.orders[-1] == (1000, 399)

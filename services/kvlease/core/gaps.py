@@ -35,6 +35,7 @@ class GapHistogram:
     def __init__(self) -> None:
         self._weights = [0.0] * BUCKETS
         self._weight = 0.0
+        self._up_to: list[float] = []
 
     @property
     def weight(self) -> float:
@@ -47,6 +48,7 @@ class GapHistogram:
         self._weights = [weight * kept for weight in self._weights]
         self._weights[_bucket(gap_s)] += 1.0
         self._weight = self._weight * kept + 1.0
+        self._up_to = []
 
     def shares(self) -> list[float]:
         """Share of the gaps in each bucket; all 0 when nothing is known."""
@@ -58,10 +60,12 @@ class GapHistogram:
         """Share of the gaps that are at most so long, 0 when nothing is known. Never falls as `gap_s` grows."""
         if not self._weight or gap_s <= 0:
             return 0.0
+        if not self._up_to:
+            self._up_to = [0.0, *accumulate(self._weights)]
         place = _place(gap_s)
         whole = min(int(place), BUCKETS - 1)
         part = min(place - whole, 1.0)
-        return min((sum(self._weights[:whole]) + part * self._weights[whole]) / self._weight, 1.0)
+        return min((self._up_to[whole] + part * self._weights[whole]) / self._weight, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvlease.core.attachment import LeaseOffer
 from kvlease.core.clock import Clock
@@ -13,8 +14,8 @@ from kvlease.core.errors import HolderUnreachable, NotOwner
 from kvlease.core.holding import HoldEvent, PinAsk
 from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.lease import TERMINAL, LeaseKind, LeaseState, MissReason
-from kvlease.core.policy import eviction_order
-from kvlease.core.records import Engine, HolderGauges, PinOutcome
+from kvlease.core.policy import LeaseUse, PrefillCost, ReuseModel, eviction_order
+from kvlease.core.records import Engine, HolderGauges, Pinned, PinOutcome
 from kvlease.sidecar.ports import ConnectorLink
 from kvlease.sidecar.recorder import EngineRecorder
 
@@ -24,9 +25,41 @@ OFFER_WAITERS_MAX = 4096
 EARLY_EVENTS_MAX = 4096
 """Events kept for leases whose offers come later: the connector's two threads send on their own."""
 
+RANK_INTERVAL_S = 1.0
+"""Leases are ranked again this long after the last time, or when one was offered or used since."""
+
 _ENDING = TERMINAL | {LeaseState.DRAINING}
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A lease that the connector offered.
+
+    Attributes:
+        idle_since_s: its last turn or READ.
+        until_s: when it ends unless it is renewed, as far as is known here.
+        duration_s: what it was renewed for.
+        used: a conversation went on from it.
+    """
+
+    offer: LeaseOffer
+    idle_since_s: float
+    until_s: float
+    duration_s: float
+    used: bool = False
+
+    def use(self, now_s: float) -> LeaseUse:
+        """What its value depends on."""
+        record = self.offer.record
+        return LeaseUse(
+            record.tokens,
+            record.exclusive_bytes,
+            now_s - self.idle_since_s,
+            self.until_s - now_s,
+            self.duration_s,
+        )
 
 
 class AttachedEngine:
@@ -37,9 +70,12 @@ class AttachedEngine:
         self._link = link
         self._recorder = recorder
         self._clock = clock
-        self._offers: dict[int, LeaseOffer] = {}
-        self._renewed_s: dict[int, float] = {}
+        self._leases: dict[int, _Offered] = {}
+        self._reuse = ReuseModel()
+        self._cost = PrefillCost()
         self._ordered: tuple[int, ...] = ()
+        self._ranked_s = -math.inf
+        self._rank_due = False
         self._waiters: dict[int, asyncio.Event] = {}
         self._early: OrderedDict[int, HoldEvent] = OrderedDict()
 
@@ -54,8 +90,12 @@ class AttachedEngine:
             return
         if early is not None and early.confirmed:
             offer = replace(offer, provisional=False)
-        self._offers[lease_id] = offer
-        self._renewed_s[lease_id] = self._clock.now_s()
+        now_s = self._clock.now_s()
+        known = self._leases.get(lease_id)
+        since_s = known.idle_since_s if known is not None else now_s
+        self._leases[lease_id] = _Offered(offer, since_s, now_s + offer.remaining_s, offer.remaining_s)
+        self._rank_due = True
+        self._note_use(offer.supersedes)
         waiter = self._waiters.get(lease_id)
         if waiter is not None:
             waiter.set()
@@ -67,16 +107,15 @@ class AttachedEngine:
         if holder.epoch > self.engine.holder.epoch:
             self._begin_epoch(holder)
         for event in events:
-            offer = self._offers.get(event.lease_id)
-            if offer is None:
+            lease = self._leases.get(event.lease_id)
+            if lease is None:
                 self._keep_early(event)
             elif event.state in _ENDING:
-                self._log_ending(offer, event.state)
+                self._note_ending(lease, event.state)
                 self._forget(event.lease_id)
             elif event.confirmed:
-                confirmed = replace(offer, provisional=False)
-                self._offers[event.lease_id] = confirmed
-                self._record(confirmed)
+                lease.offer = replace(lease.offer, provisional=False)
+                self._record(lease.offer)
 
     # --- what others ask ----------------------------------------------------------------------------------
 
@@ -84,13 +123,17 @@ class AttachedEngine:
         """Asks the holder's table; asks again when an unknown lease is offered in time."""
         try:
             outcome = await self._link.pin(ask)
-            if outcome is not MissReason.UNKNOWN or wait_for_offer_s <= 0:
-                return outcome
-            if not await self._is_offered(ask.lease_id, wait_for_offer_s):
-                return outcome
-            return await self._link.pin(ask)
+            if (
+                outcome is MissReason.UNKNOWN
+                and wait_for_offer_s > 0
+                and await self._is_offered(ask.lease_id, wait_for_offer_s)
+            ):
+                outcome = await self._link.pin(ask)
         except HolderUnreachable:
             return MissReason.UNREACHABLE
+        if isinstance(outcome, Pinned):
+            self._note_use(ask.lease_id)
+        return outcome
 
     def unpin(self, lease_id: int, pin_id: str) -> None:
         """Ends a pin; idempotent."""
@@ -106,13 +149,12 @@ class AttachedEngine:
         """
         misses = await self._link.renew(lease_ids, duration_s, pin_ids, reservation_s)
         now_s = self._clock.now_s()
-        self._renewed_s |= {
-            lease_id: now_s for lease_id in lease_ids if lease_id in self._offers and lease_id not in misses
-        }
-        order = eviction_order(self._renewed_s)
-        if order != self._ordered:
-            self._ordered = order
-            self._link.order_evictions(order)
+        for lease_id in lease_ids:
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease_id not in misses and now_s + duration_s >= lease.until_s:
+                lease.until_s, lease.duration_s = now_s + duration_s, duration_s
+        if self._rank_due or now_s >= self._ranked_s + RANK_INTERVAL_S:
+            self._rank(now_s)
         return misses
 
     async def release(self, lease_id: int, tenant: str, *, superseded: bool) -> MissReason | None:
@@ -122,10 +164,10 @@ class AttachedEngine:
             NotOwner: the lease is another tenant's.
             HolderUnreachable: the holder did not answer.
         """
-        offer = self._offers.get(lease_id)
-        if tenant and offer is None:
+        lease = self._leases.get(lease_id)
+        if tenant and lease is None:
             return MissReason.UNKNOWN
-        if tenant and offer is not None and offer.record.tenant != tenant:
+        if tenant and lease is not None and lease.offer.record.tenant != tenant:
             raise NotOwner("the lease belongs to another tenant")
         return await self._link.release(lease_id, superseded=superseded)
 
@@ -145,7 +187,7 @@ class AttachedEngine:
 
     async def _is_offered(self, lease_id: int, seconds: float) -> bool:
         """Whether a lease is offered, or will be within `seconds`."""
-        if lease_id in self._offers:
+        if lease_id in self._leases:
             return True
         if len(self._waiters) >= OFFER_WAITERS_MAX:
             return False
@@ -156,6 +198,25 @@ class AttachedEngine:
         if self._waiters.get(lease_id) is waiter:
             del self._waiters[lease_id]
         return waiter.is_set()
+
+    def _rank(self, now_s: float) -> None:
+        self._ranked_s, self._rank_due = now_s, False
+        uses = {lease_id: lease.use(now_s) for lease_id, lease in self._leases.items()}
+        order = eviction_order(uses, self._reuse, self._cost)
+        if order != self._ordered:
+            self._ordered = order
+            self._link.order_evictions(order)
+
+    def _note_use(self, lease_id: int) -> None:
+        """A conversation goes on from a lease: it was pinned, or its successor is there."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.offer.record.kind is not LeaseKind.CONVERSATION:
+            return
+        now_s = self._clock.now_s()
+        if not lease.used:
+            self._reuse.went_on(now_s - lease.idle_since_s)
+        lease.used, lease.idle_since_s = True, now_s
+        self._rank_due = True
 
     def _record(self, offer: LeaseOffer) -> None:
         if offer.record.kind is LeaseKind.CONVERSATION:
@@ -168,22 +229,25 @@ class AttachedEngine:
             if len(self._early) > EARLY_EVENTS_MAX:
                 self._early.popitem(last=False)
 
-    def _log_ending(self, offer: LeaseOffer, state: LeaseState) -> None:
-        if offer.record.kind is LeaseKind.CONVERSATION:
-            lease_id = lease_id_to_hex(offer.record.lease_id)
+    def _note_ending(self, lease: _Offered, state: LeaseState) -> None:
+        record = lease.offer.record
+        if record.kind is LeaseKind.CONVERSATION:
+            # One that was never confirmed says nothing: its turn did not end well.
+            if state is LeaseState.EXPIRED and not lease.used and not lease.offer.provisional:
+                self._reuse.given_up()
+            lease_id = lease_id_to_hex(record.lease_id)
             engine_id = self.engine.holder.engine_id
             _log.info(
                 "lease ended", extra={"lease_id": lease_id, "state": state.value, "engine_id": engine_id}
             )
 
     def _forget(self, lease_id: int) -> None:
-        self._offers.pop(lease_id, None)
-        self._renewed_s.pop(lease_id, None)
+        self._leases.pop(lease_id, None)
         self._recorder.remove(lease_id)
 
     def _begin_epoch(self, holder: Holder) -> None:
         self.engine = replace(self.engine, holder=holder)
         self._recorder.set_engine(self.engine)
-        for lease_id, offer in list(self._offers.items()):
-            if offer.record.holder.epoch < holder.epoch:
+        for lease_id, lease in list(self._leases.items()):
+            if lease.offer.record.holder.epoch < holder.epoch:
                 self._forget(lease_id)
