@@ -103,6 +103,21 @@ class TurnParams:
         )
 
 
+OUTCOMES: Mapping[str, str] = {
+    "none": "no READ was ordered, or the engine can neither read nor retain",
+    "read": "the lease was READ, and its tokens were used",
+    "local": "the engine's own cache held all of the lease that belongs to the prompt",
+    "below_threshold": "what the lease adds is less than is worth a READ",
+    "mismatch": "nothing of the lease belongs to the prompt, or its KV lies in another layout",
+    "failed": "the transfer failed, or its pin was lost before it began: recomputed",
+    "fence": "the transfer was not seen done before its fence: given up and recomputed",
+    "lost": "this engine's caches were cleared before the READ began (also the holder's miss of that name)",
+    "unused": "the request ended, or was computed, before its READ could begin",
+    "skipped": "the request asked not to read any cache",
+}
+"""What a connector reports besides the values of `MissReason` (`unreachable` also: no answer in time)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnReport:
     """What the connector did, in the engine's response.
@@ -112,8 +127,7 @@ class TurnReport:
         local_tokens: tokens that the engine's own prefix cache held.
         read_tokens: tokens that were READ and used.
         verified_tokens: tokens of the lease that belong to the prompt.
-        outcome: `none`, `read`, `local`, or why nothing was read (a `MissReason` value, `below_threshold`,
-            `mismatch`, `failed`, `fence`).
+        outcome: what became of the READ; see `OUTCOMES`, or a `MissReason` value when the pin was refused.
         kept_tokens: tokens of the lease that was granted, 0 without one.
     """
 
