@@ -24,7 +24,7 @@ from kvlease.store.etcd_values import lease_value
 from kvlease.store.etcd_watch import WatchTimes
 from kvlease.store.keys import lease_key
 from kvlease.store.port import Batch
-from stubs.etcd import etcdctl, options_of, put_many
+from stubs.etcd import etcdctl, options_of, put_many, remove_everything
 from stubs.proxy import Proxy
 from stubs.records import engine, lease
 
@@ -185,7 +185,8 @@ async def test_a_watch_learns_by_comparison_what_was_compacted_while_it_was_away
     assert "begins anew" in caplog.text
 
 
-async def test_a_revoked_session_is_opened_again_with_all_records() -> None:
+@pytest.mark.parametrize("loss", ["revoked", "deleted"])
+async def test_a_session_that_was_lost_is_opened_again_with_all_records(loss: str) -> None:
     def refuse(error: Exception) -> None:
         raise error
 
@@ -200,8 +201,11 @@ async def test_a_revoked_session_is_opened_again_with_all_records() -> None:
         running = asyncio.create_task(recorder.run())
         try:
             before = await recorded(store, after=0)
-            (attached,) = (await etcdctl(etcd, "get", lease_key(1)))["kvs"]
-            await etcdctl(etcd, "lease", "revoke", f"{attached['lease']:x}")
+            if loss == "revoked":
+                (attached,) = (await etcdctl(etcd, "get", lease_key(1)))["kvs"]
+                await etcdctl(etcd, "lease", "revoke", f"{attached['lease']:x}")
+            else:
+                await remove_everything(options_of(etcd))
             assert await recorded(store, after=before) > before
             assert await store.get_engine("engine-1") == engine()
         finally:
@@ -259,6 +263,9 @@ async def test_an_etcd_without_space_refuses_to_record_says_so_and_recovers() ->
         ballast = {f"/ballast/{number}": bytes(1_000) for number in range(3000)}
         with pytest.raises(StoreUnavailable, match="space exceeded"):
             await put_many(client, ballast, granted)
+        async with asyncio.timeout(BOUND_S):  # etcd raises the alarm a moment after its first refusal
+            while not (await etcdctl(etcd, "alarm", "list")).get("alarms"):
+                pass
         with pytest.raises(StoreUnavailable, match="space exceeded"):
             await session.record_lease(lease(2, b"other"), 0)
         assert [record.lease_id for record in await store.list_leases()] == [1]
@@ -277,13 +284,18 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(tmp_path: Path) -> 
     async with running_etcd() as etcd:
         password = tmp_path / "password"
         password.write_text("secret\n")
-        await etcdctl(etcd, "user", "add", "root:secret")
-        await etcdctl(etcd, "user", "grant-role", "root", "root")
+        await etcdctl(etcd, "role", "add", "kvlease")
+        await etcdctl(
+            etcd, "role", "grant-permission", "kvlease", "--prefix=true", "readwrite", "/kvlease/v1/"
+        )
+        for user, role in (("root", "root"), ("kvlease", "kvlease")):
+            await etcdctl(etcd, "user", "add", f"{user}:secret")
+            await etcdctl(etcd, "user", "grant-role", user, role)
         await etcdctl(etcd, "auth", "enable")
         async with store_over(options_of(etcd)) as stranger:
             with pytest.raises(StoreUnavailable, match="user name is empty"):
                 await stranger.list_engines()
-        options = options_of(etcd, user="root", password_file=str(password))
+        options = options_of(etcd, user="kvlease", password_file=str(password))
         async with store_over(options) as store, store.watch_leases() as batches:
             session = await store.open_session(engine(), LONG_S)
             await etcd.halt(signal.SIGTERM)
@@ -291,6 +303,9 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(tmp_path: Path) -> 
             assert await healed(session.renew)
             assert (await healed(lambda: session.record_lease(lease(1), 0))).generation > 0
             await Watcher(batches).until({1})
+            await session.remove_leases((1,))
+            await session.end()
+            assert await store.list_engines() == ()
 
 
 async def test_a_lease_that_ended_is_told_by_its_renewal() -> None:

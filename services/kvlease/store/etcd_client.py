@@ -35,7 +35,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted member is found again within a second; the default backs off to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 500),
+    # Also the longest that connecting may take.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -192,17 +193,16 @@ class EtcdClient:
         self, endpoint: str, path: str, request: Message, response: type[Response], deadline_s: float
     ) -> Response:
         """One call at one endpoint; a token that is no longer valid is replaced once."""
-        before_s = asyncio.get_running_loop().time()
-        await self._prepare(endpoint, deadline_s)
-        deadline_s -= asyncio.get_running_loop().time() - before_s
+        now_s = asyncio.get_running_loop().time
+        end_s = now_s() + deadline_s
         try:
-            return await self._attempt(endpoint, path, request, response, deadline_s)
+            await self._prepare(endpoint, deadline_s)
+            return await self._attempt(endpoint, path, request, response, end_s - now_s())
         except grpc.aio.AioRpcError as error:
             if not self._options.user or not is_about_token(error.details() or ""):
                 raise
-        self.forget_token()
-        await self._prepare(endpoint, deadline_s)
-        return await self._attempt(endpoint, path, request, response, deadline_s)
+        await self._prepare(endpoint, end_s - now_s())
+        return await self._attempt(endpoint, path, request, response, end_s - now_s())
 
     async def _attempt(
         self, endpoint: str, path: str, request: Message, response: type[Response], deadline_s: float
@@ -212,22 +212,27 @@ class EtcdClient:
             request_serializer=type(request).SerializeToString,
             response_deserializer=response.FromString,
         )
-        answer: Response = await method(request, timeout=deadline_s, metadata=self._metadata())
+        try:
+            answer: Response = await method(request, timeout=deadline_s, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            if is_about_token(error.details() or ""):
+                self.forget_token()
+            raise
         return answer
 
     async def _prepare(self, endpoint: str, deadline_s: float) -> None:
-        """Checks the server's version once per endpoint, and gets a token where a user is configured."""
+        """Gets a token where a user is configured, and checks the server's version once per endpoint."""
+        if self._options.user and not self._token:
+            login = etcd_pb2.AuthenticateRequest(name=self._options.user, password=self._password())
+            path = "/etcdserverpb.Auth/Authenticate"
+            answer = await self._attempt(endpoint, path, login, etcd_pb2.AuthenticateResponse, deadline_s)
+            self._token = answer.token
         if endpoint not in self._checked:
             path = "/etcdserverpb.Maintenance/Status"
             request = etcd_pb2.StatusRequest()
             status = await self._attempt(endpoint, path, request, etcd_pb2.StatusResponse, deadline_s)
             self._accept_version(endpoint, status.version)
             self._checked.add(endpoint)
-        if self._options.user and not self._token:
-            login = etcd_pb2.AuthenticateRequest(name=self._options.user, password=self._password())
-            path = "/etcdserverpb.Auth/Authenticate"
-            answer = await self._attempt(endpoint, path, login, etcd_pb2.AuthenticateResponse, deadline_s)
-            self._token = answer.token
 
     def _password(self) -> str:
         """Read for each login, so that a changed password is found without a restart."""
