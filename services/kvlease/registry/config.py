@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from kvlease.runtime.config import require, setting
 from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.telemetry import TracingSettings
 from kvlease.store.settings import StoreSettings
 
 
 @dataclass(frozen=True)
-class RegistryConfig(StoreSettings):
+class RegistryConfig(StoreSettings, TracingSettings):
     """Settings of one registry. All durations are seconds."""
 
     listen: str = setting(
@@ -34,6 +35,7 @@ class RegistryConfig(StoreSettings):
             ConfigError: one is broken.
         """
         self.validate_store()
+        self.validate_tracing()
         require(
             3 * self.heartbeat_interval_s <= self.lease_duration_s,
             f"3 * heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not exceed lease_duration_s "

@@ -9,6 +9,7 @@ from kvlease.registry.registry import Registry
 from kvlease.registry.service import RegistryServicer
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.sidecars import GrpcSidecars
+from kvlease.runtime.telemetry import make_telemetry
 from kvlease.store.port import Store
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
@@ -20,7 +21,8 @@ class RegistryServer:
 
     def __init__(self, config: RegistryConfig, store: Store, clock: Clock) -> None:
         self._config = config
-        self._sidecars = GrpcSidecars()
+        self._telemetry = make_telemetry("kvlease-registry", config)
+        self._sidecars = GrpcSidecars(self._telemetry)
         self._registry = Registry(config, store, self._sidecars, clock)
         self._servicer = RegistryServicer(self._registry)
         self._server: GrpcServer | None = None
@@ -34,7 +36,7 @@ class RegistryServer:
             InvalidArgument: the address cannot be bound.
         """
         service = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
-        server = GrpcServer(self._config.listen, [service])
+        server = GrpcServer(self._config.listen, [service], self._telemetry)
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer, server.server)
         server.bind()
         await server.start()
@@ -53,3 +55,4 @@ class RegistryServer:
             await asyncio.wait((self._follower,))
         await self._registry.close()
         await self._sidecars.close()
+        await self._telemetry.close()

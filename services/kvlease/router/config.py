@@ -8,10 +8,11 @@ from kvlease.core.renewal import RenewalPolicy
 from kvlease.router.turn import TurnLimits
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.telemetry import TracingSettings
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(TracingSettings):
     """Settings of one router. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the OpenAI API; port 0: any free one")
@@ -54,6 +55,7 @@ class RouterConfig:
         Raises:
             ConfigError: one is broken.
         """
+        self.validate_tracing()
         try:
             self.renewal_policy()
         except InvalidArgument as error:

@@ -1,7 +1,7 @@
 """The conversations that a router knows: which lease each one has, and how its turns went."""
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript, conversation_key
@@ -22,13 +22,19 @@ TURNS_KEPT = 32
 
 @dataclass(frozen=True, slots=True)
 class ConversationLease:
-    """The lease of a conversation's latest turn. `tokens` is 0 when it is not known."""
+    """The lease of a conversation's latest turn.
+
+    Attributes:
+        tokens: 0 when it is not known.
+        traceparent: names the span of the turn that granted it; empty when that was not traced, or not here.
+    """
 
     lease_id: int
     holder: Holder
     model: str
     leaf: Leaf
     tokens: int = 0
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -102,6 +108,7 @@ class OpenTurn:
         suffix_bytes: text after the leased history, None when the request does not extend it.
         supersedes: the lease that a new one replaces; 0 for a first turn and for a fork.
         claims: the turn goes on from the conversation's leaf, so that another one forks.
+        traceparent: names the turn's span.
     """
 
     conversation: Conversation
@@ -112,6 +119,7 @@ class OpenTurn:
     supersedes: int = 0
     claims: bool = False
     first: bool = True
+    traceparent: str = ""
 
 
 class ConversationTable:
@@ -194,7 +202,9 @@ class ConversationTable:
         conversation = turn.conversation
         leaf = self._remember_end(turn, reply, awaits_tools)
         previous = conversation.lease
-        conversation.lease = ConversationLease(lease_id, holder, turn.model, leaf)
+        conversation.lease = ConversationLease(
+            lease_id, holder, turn.model, leaf, traceparent=turn.traceparent
+        )
         gap_s = self._expected_gap_s(conversation)
         self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id, gap_s)
         if previous is None:
@@ -215,7 +225,7 @@ class ConversationTable:
         lease = conversation.lease
         if lease is not None and lease.lease_id == lease_id and prompt_tokens:
             tokens = prompt_tokens + completion_tokens
-            conversation.lease = ConversationLease(lease_id, lease.holder, lease.model, lease.leaf, tokens)
+            conversation.lease = replace(lease, tokens=tokens)
 
     def close(self, turn: OpenTurn) -> None:
         """The turn is over, however it ended."""

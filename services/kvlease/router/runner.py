@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from kvlease.core.planning import TurnSignals, plan
 from kvlease.router.bodies import TurnRequest
@@ -19,6 +20,7 @@ from kvlease.router.turn import (
     refused,
     unavailable,
 )
+from kvlease.wire import attributes
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +30,24 @@ class TurnRunner:
 
     def __init__(self, services: TurnServices) -> None:
         self._services = services
-        self._prefill = PrefillLeg(services)
-        self._decode = DecodeLeg(services)
+        tracing, port = services.tracing, services.engine_port
+        self._prefill = PrefillLeg(replace(services, engine_port=tracing.engines(port, attributes.PREFILL)))
+        self._decode = DecodeLeg(replace(services, engine_port=tracing.engines(port, attributes.DECODE)))
 
     async def run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
         """Answers the client, whatever happens. Cancelling it aborts both legs."""
+        with self._services.tracing.turn(head.engine_headers):
+            await self._run(request, head, client)
+
+    async def _run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
         services = self._services
         opened = services.conversations.open(request)
+        services.tracing.opened(opened)
         turn: Turn | None = None
         try:
-            turn = self._plan(request, head, client, opened)
+            with services.tracing.planning():
+                turn = self._plan(request, head, client, opened)
+                services.tracing.planned(turn.plan if turn is not None else None)
             if turn is None:
                 await unavailable(client, head, "no engine that decodes is registered")
                 return
@@ -86,6 +96,7 @@ class TurnRunner:
             services.unpin(pin)
         record.ended = record.ended or "aborted"
         services.metrics.observe(record)
+        services.tracing.closed(turn)
         log.info(
             "turn",
             extra={

@@ -22,10 +22,12 @@ from kvlease.router.randomness import SystemRandom
 from kvlease.router.registry_client import GrpcRegistry
 from kvlease.router.routing_service import RoutingServicer
 from kvlease.router.runner import TurnRunner
+from kvlease.router.tracing import TracedRegistry, TurnTracing
 from kvlease.router.turn import TurnServices
 from kvlease.router.watch import follow
 from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry, make_telemetry
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -38,11 +40,17 @@ class RouterServer:
     """
 
     def __init__(
-        self, config: RouterConfig, clock: Clock, registry: RegistryPort, random: RandomPort | None = None
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        registry: RegistryPort,
+        random: RandomPort | None = None,
+        telemetry: Telemetry = NO_TELEMETRY,
     ) -> None:
         self._config = config
         self._clock = clock
-        self._registry = registry
+        self._telemetry = telemetry
+        self._registry = TracedRegistry(registry, telemetry.tracer) if telemetry.enabled else registry
         self._random = random or SystemRandom()
         self._exit = AsyncExitStack()
         self.url = ""
@@ -51,12 +59,14 @@ class RouterServer:
     @classmethod
     def connected(cls, config: RouterConfig, clock: Clock) -> "RouterServer":
         """A router whose registry is the one at `config.registry`."""
-        channels = Channels()
+        telemetry = make_telemetry("kvlease-router", config)
+        channels = Channels(telemetry)
         session = SystemRandom().text_id()
         registry = GrpcRegistry(
             channels, config.registry, session, config.renewal_policy(), config.registry_call_s
         )
-        server = cls(config, clock, registry)
+        server = cls(config, clock, registry, telemetry=telemetry)
+        server._exit.push_async_callback(telemetry.close)
         server._exit.push_async_callback(channels.close)
         return server
 
@@ -102,6 +112,7 @@ class RouterServer:
             metrics=TurnMetrics(),
             policy=policy,
             limits=config.turn_limits(),
+            tracing=TurnTracing(self._telemetry.tracer),
         )
 
     def _start_tasks(self, services: TurnServices) -> None:

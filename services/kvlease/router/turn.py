@@ -20,6 +20,7 @@ from kvlease.router.engines import EngineTable
 from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import ClientPort, EnginePort, RandomPort, RegistryPort
+from kvlease.router.tracing import NO_TRACING, TurnTracing
 
 TRIES_A_LEG = 2
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -122,6 +123,7 @@ class TurnServices:
     metrics: TurnMetrics
     policy: RenewalPolicy
     limits: TurnLimits
+    tracing: TurnTracing = NO_TRACING
 
     def unpin(self, pin: PinnedLease) -> None:
         """Ends a pin in the background."""

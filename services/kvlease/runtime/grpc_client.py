@@ -4,6 +4,8 @@ import grpc
 import grpc.aio
 
 from kvlease.runtime.grpc_server import MESSAGE_BYTES_MAX
+from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry
+from kvlease.runtime.trace_interceptors import TracingClientInterceptor
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -21,9 +23,14 @@ CHANNEL_OPTIONS = (
 
 
 class Channels:
-    """One channel per address, kept until `close`. At most `channels_max`: then the oldest one goes."""
+    """One channel per address, kept until `close`. At most `channels_max`: then the oldest one goes.
 
-    def __init__(self, channels_max: int = 1024) -> None:
+    Args:
+        telemetry: traces the calls that belong to a turn.
+    """
+
+    def __init__(self, telemetry: Telemetry = NO_TELEMETRY, channels_max: int = 1024) -> None:
+        self._interceptors = [TracingClientInterceptor(telemetry.tracer)] if telemetry.enabled else []
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._channels_max = channels_max
 
@@ -33,7 +40,9 @@ class Channels:
         if channel is None:
             if len(self._channels) >= self._channels_max:
                 await self._channels.pop(next(iter(self._channels))).close(None)
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = grpc.aio.insecure_channel(
+                address, options=CHANNEL_OPTIONS, interceptors=self._interceptors
+            )
             self._channels[address] = channel
         return channel
 

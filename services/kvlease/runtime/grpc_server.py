@@ -10,6 +10,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvlease.core.errors import InvalidArgument, KvleaseError
+from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry
+from kvlease.runtime.trace_interceptors import TracingServerInterceptor
 from kvlease.wire.errors import abort_with
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -76,13 +78,15 @@ class GrpcServer:
     Args:
         listen: `host:port` (port 0: any free one) or `unix:/path`.
         services: fully qualified names of the services, for health and reflection.
+        telemetry: continues the traces of callers.
     """
 
-    def __init__(self, listen: str, services: Sequence[str]) -> None:
+    def __init__(self, listen: str, services: Sequence[str], telemetry: Telemetry = NO_TELEMETRY) -> None:
         self._listen = listen
         self._services = tuple(services)
         self._health = cast(Any, health).aio.HealthServicer()
-        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+        tracing = (TracingServerInterceptor(telemetry.tracer),) if telemetry.enabled else ()
+        self.server = grpc.aio.server(interceptors=(*tracing, ErrorInterceptor()), options=SERVER_OPTIONS)
         self.address = listen
 
     def bind(self) -> int:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from kvlease.core.records import EngineRole
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.telemetry import TracingSettings
 from kvlease.store.port import StoreKind
 from kvlease.store.settings import StoreSettings
 
 
 @dataclass(frozen=True)
-class SidecarConfig(StoreSettings):
+class SidecarConfig(StoreSettings, TracingSettings):
     """Settings of one sidecar. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:0", "host:port that serves the registry and other sidecars")
@@ -37,6 +38,7 @@ class SidecarConfig(StoreSettings):
             ConfigError: one is broken.
         """
         self.validate_store()
+        self.validate_tracing()
         require(
             self.pin_call_s < self.peer_call_s,
             f"pin_call_s ({self.pin_call_s:g}) must be below peer_call_s ({self.peer_call_s:g})",

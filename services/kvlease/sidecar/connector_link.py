@@ -8,6 +8,7 @@ from kvlease.core.errors import HolderUnreachable
 from kvlease.core.holding import PinAsk
 from kvlease.core.lease import MissReason
 from kvlease.core.records import HolderGauges, PinOutcome
+from kvlease.runtime.telemetry import current_traceparent
 from kvlease.v1 import connector_pb2
 from kvlease.wire.engines import misses_from_wire
 from kvlease.wire.gauges import gauges_from_wire
@@ -45,7 +46,9 @@ class StreamConnectorLink:
     async def pin(self, ask: PinAsk) -> PinOutcome:
         """Asks the holder's table for a pin."""
         call_id = self._next_call_id()
-        command = connector_pb2.PinCommand(call_id=call_id, pin=pin_to_wire(ask))
+        command = connector_pb2.PinCommand(
+            call_id=call_id, pin=pin_to_wire(ask), traceparent=current_traceparent()
+        )
         message = connector_pb2.AttachResponse(pin=command)
         return await self._answer(self._pins, call_id, message, self._pin_call_s)
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from opentelemetry.trace import Tracer
 
 from kvlease.core.errors import InvalidArgument, KvleaseError
 from kvlease.core.lease import MissReason
+from kvlease.runtime.telemetry import NO_TELEMETRY, joined_span, note_pin
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.connector_link import StreamConnectorLink
 from kvlease.sidecar.engine import AttachedEngine
 from kvlease.sidecar.sidecar import Sidecar
 from kvlease.v1 import connector_pb2, connector_pb2_grpc
+from kvlease.wire import attributes
 from kvlease.wire.engines import PROTOCOL_VERSION, events_from_wire, hello_from_wire, offer_from_wire
 from kvlease.wire.leases import outcome_to_wire, pin_from_wire
 from kvlease.wire.values import holder_from_wire, lease_id_from_wire, text_from_wire
@@ -37,9 +40,10 @@ class _StreamEnded(Exception):
 class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
     """Attaches connectors to the sidecar."""
 
-    def __init__(self, config: SidecarConfig, sidecar: Sidecar) -> None:
+    def __init__(self, config: SidecarConfig, sidecar: Sidecar, tracer: Tracer = NO_TELEMETRY.tracer) -> None:
         self._config = config
         self._sidecar = sidecar
+        self._tracer = tracer
 
     async def Attach(self, request_iterator: Requests, context: Context) -> None:
         """Serves one connector until its stream breaks or the sidecar closes it."""
@@ -50,7 +54,8 @@ class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
                 hello = connector_pb2.SidecarHello(protocol_version=PROTOCOL_VERSION)
                 await context.write(connector_pb2.AttachResponse(hello=hello))
                 try:
-                    await _Attachment(self._sidecar, engine, link).serve(request_iterator, context)
+                    attachment = _Attachment(self._sidecar, engine, link, self._tracer)
+                    await attachment.serve(request_iterator, context)
                 finally:
                     link.close("the stream ended")
         except KvleaseError as error:
@@ -72,10 +77,17 @@ class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
 class _Attachment:
     """One attached stream: a reader, a writer, and the connector's questions to other sidecars."""
 
-    def __init__(self, sidecar: Sidecar, engine: AttachedEngine, link: StreamConnectorLink) -> None:
+    def __init__(
+        self,
+        sidecar: Sidecar,
+        engine: AttachedEngine,
+        link: StreamConnectorLink,
+        tracer: Tracer = NO_TELEMETRY.tracer,
+    ) -> None:
         self._sidecar = sidecar
         self._engine = engine
         self._link = link
+        self._tracer = tracer
         self._remote_calls: set[asyncio.Task[None]] = set()
         self._last_of_pin: dict[str, asyncio.Task[None]] = {}
         self._handlers: dict[str, Callable[[Any, asyncio.TaskGroup], None]] = {
@@ -121,7 +133,9 @@ class _Attachment:
         address = text_from_wire(message.sidecar_address, "sidecar_address")
 
         async def answer() -> None:
-            outcome = await self._sidecar.remote_pin(ask, wait_for_offer_s, address)
+            with joined_span(self._tracer, attributes.LEASE_PIN, message.traceparent) as span:
+                outcome = await self._sidecar.remote_pin(ask, wait_for_offer_s, address)
+                note_pin(span, ask, outcome)
             self._answer_remote_pin(message.call_id, outcome_to_wire(outcome))
 
         if not self._start(ask.pin_id, answer, group):

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvlease.core.clock import Clock
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.sidecars import GrpcSidecars
+from kvlease.runtime.telemetry import make_telemetry
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.connector_server import ConnectorServicer, prepare_socket
 from kvlease.sidecar.service import SidecarServicer
@@ -28,7 +29,8 @@ class SidecarServer:
         self._config = config
         self._store = store
         self._clock = clock
-        self._peers = GrpcSidecars()
+        self._telemetry = make_telemetry("kvlease-sidecar", config)
+        self._peers = GrpcSidecars(self._telemetry)
         self._sidecar: Sidecar | None = None
         self._servers: list[GrpcServer] = []
         self.address = ""
@@ -41,7 +43,9 @@ class SidecarServer:
             InvalidArgument: an address cannot be bound.
         """
         public = GrpcServer(
-            self._config.listen, [sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].full_name]
+            self._config.listen,
+            [sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].full_name],
+            self._telemetry,
         )
         port = public.bind()
         self.address = self._advertised(port)
@@ -54,7 +58,7 @@ class SidecarServer:
             [connector_pb2.DESCRIPTOR.services_by_name["ConnectorService"].full_name],
         )
         connector_pb2_grpc.add_ConnectorServiceServicer_to_server(
-            ConnectorServicer(self._config, sidecar), local.server
+            ConnectorServicer(self._config, sidecar, self._telemetry.tracer), local.server
         )
         local.bind()
         self._servers = [public, local]
@@ -72,6 +76,7 @@ class SidecarServer:
         for server in reversed(servers):
             await server.stop(self._config.stop_grace_s)
         await self._peers.close()
+        await self._telemetry.close()
 
     def _advertised(self, port: int) -> str:
         if not self._config.advertise:

@@ -13,7 +13,9 @@ from kvlease.core.holding import Grant, HoldLimits, HoldTable, PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, MissReason
 from kvlease.core.records import BlockList, HolderGauges, Pinned, PinOutcome
+from kvlease.runtime.telemetry import NO_TELEMETRY, joined_span, note_pin
 from kvlease.v1 import connector_pb2, connector_pb2_grpc
+from kvlease.wire import attributes
 from kvlease.wire.engines import events_to_wire, hello_to_wire, misses_to_wire, offer_to_wire
 from kvlease.wire.gauges import gauges_to_wire
 from kvlease.wire.leases import outcome_from_wire, outcome_to_wire, pin_from_wire, pin_to_wire
@@ -35,6 +37,7 @@ class FakeConnector:
         order: the order of eviction that it was told last.
         pins: questions for pins that it has answered.
         renewals: messages of renewals that it has answered.
+        tracer: makes the spans of its answers to pins.
     """
 
     def __init__(self, facts: EngineFacts, clock: Clock, limits: HoldLimits | None = None) -> None:
@@ -44,6 +47,7 @@ class FakeConnector:
         self.order: tuple[int, ...] = ()
         self.pins = 0
         self.renewals = 0
+        self.tracer = NO_TELEMETRY.tracer
         self._clock = clock
         self._channel: grpc.aio.Channel | None = None
         self._outbox: asyncio.Queue[connector_pb2.AttachRequest | None] = asyncio.Queue()
@@ -121,12 +125,12 @@ class FakeConnector:
         self.table.reset(self._clock.now_s())
         self._tell_events()
 
-    async def remote_pin(self, ask: PinAsk, sidecar_address: str) -> PinOutcome:
+    async def remote_pin(self, ask: PinAsk, sidecar_address: str, traceparent: str = "") -> PinOutcome:
         """Asks, as a reader, for a pin on another engine."""
         call_id = len(self._remote) + 1
         self._remote[call_id] = asyncio.get_running_loop().create_future()
         message = connector_pb2.RemotePin(
-            call_id=call_id, pin=pin_to_wire(ask), sidecar_address=sidecar_address
+            call_id=call_id, pin=pin_to_wire(ask), sidecar_address=sidecar_address, traceparent=traceparent
         )
         self._outbox.put_nowait(Request(remote_pin=message))
         return await self._remote[call_id]
@@ -172,23 +176,26 @@ class FakeConnector:
     def _on_pin(self, command: connector_pb2.PinCommand) -> connector_pb2.AttachRequest:
         self.pins += 1
         ask, _ = pin_from_wire(command.pin)
-        hold = self.table.pin(self._clock.now_s(), ask)
-        outcome: PinOutcome
-        if isinstance(hold, MissReason):
-            outcome = hold
-        else:
-            grant = hold.grant
-            blocks = BlockList(grant.block_ids, grant.digests, grant.tokens, grant.tail_digest)
-            reads = ask.read_part_s > 0
-            outcome = Pinned(
-                self.table.holder,
-                grant.tokens,
-                self.facts.layout.layout_hash,
-                blocks if reads else None,
-                self.facts.location if reads else None,
-            )
+        with joined_span(self.tracer, attributes.HOLDER_PIN, command.traceparent) as span:
+            outcome = self._pin(ask)
+            note_pin(span, ask, outcome)
         reply = connector_pb2.PinReply(call_id=command.call_id, result=outcome_to_wire(outcome))
         return Request(pin_reply=reply)
+
+    def _pin(self, ask: PinAsk) -> PinOutcome:
+        hold = self.table.pin(self._clock.now_s(), ask)
+        if isinstance(hold, MissReason):
+            return hold
+        grant = hold.grant
+        blocks = BlockList(grant.block_ids, grant.digests, grant.tokens, grant.tail_digest)
+        reads = ask.read_part_s > 0
+        return Pinned(
+            self.table.holder,
+            grant.tokens,
+            self.facts.layout.layout_hash,
+            blocks if reads else None,
+            self.facts.location if reads else None,
+        )
 
     def _on_unpin(self, command: connector_pb2.UnpinCommand) -> None:
         self.table.unpin(self._clock.now_s(), command.lease_id, command.pin_id)
