@@ -24,7 +24,7 @@ from kvlease.store.etcd_values import lease_value
 from kvlease.store.etcd_watch import WatchTimes
 from kvlease.store.keys import lease_key
 from kvlease.store.port import Batch
-from stubs.etcd import etcdctl, options_of, put_many, remove_everything
+from stubs.etcd import etcdctl, options_of, put_many, remove_everything, stop_threads
 from stubs.proxy import Proxy
 from stubs.records import engine, lease
 
@@ -117,7 +117,7 @@ async def test_a_stopped_etcd_costs_calls_their_deadline_and_the_watch_goes_on_a
         async with store_over(options_of(etcd, call_s=0.5)) as store, store.watch_leases() as batches:
             watcher = Watcher(batches)
             assert await store.get_engine("engine-1") == engine()
-            os.kill(etcd.pid, signal.SIGSTOP)
+            await stop_threads(etcd)
             async with asyncio.timeout(10 * 0.5):
                 with pytest.raises(StoreUnavailable, match="DEADLINE_EXCEEDED"):
                     await store.get_engine("engine-1")

@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import json
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,20 @@ async def put_many(client: EtcdClient, values: Mapping[str, bytes], lease: int) 
     for start in range(0, len(pairs), OPERATIONS_MAX):
         writes = [put(key, value, lease) for key, value in pairs[start : start + OPERATIONS_MAX]]
         await client.transact(etcd_pb2.TxnRequest(success=writes))
+
+
+async def stop_threads(etcd: EmbeddedEtcd) -> None:
+    """Stops the process as SIGSTOP does, and returns when none of its threads runs any more."""
+    os.kill(etcd.pid, signal.SIGSTOP)
+    tasks = f"/proc/{etcd.pid}/task"
+
+    def running() -> bool:
+        stats = (Path(tasks, thread, "stat").read_text() for thread in os.listdir(tasks))
+        return any(stat.rpartition(")")[2].split()[0] != "T" for stat in stats)
+
+    async with asyncio.timeout(30):
+        while running():
+            await asyncio.sleep(0.005)
 
 
 async def etcdctl(etcd: EmbeddedEtcd, *arguments: str) -> Any:
