@@ -205,6 +205,9 @@ class BlockHolder:
         self._before_reset()
         with self._lock:
             self._table.reset(self._now_s())
+            events = self._table.take_events()
+        # Also without events: the sidecar learns the epoch by it, and routers name the holder of the next turn.
+        self._notify(events)
         self.give_back()
         return bool(self._reset_pool())
 

@@ -1,6 +1,7 @@
 """The holder's table, its references on a block pool, and who hears of what."""
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 from tests.connector.fake_pool import FakePool
@@ -279,6 +280,18 @@ def test_resetting_the_pool_fails_while_a_pin_keeps_blocks(bench: Bench) -> None
     assert bench.references(3) == [1]
     bench.holder.unpin(1, "pin")
     assert bench.pool.reset_prefix_cache()
+
+
+def test_a_reset_of_a_pool_that_holds_nothing_tells_that_an_epoch_began() -> None:
+    told: list[tuple[int, int]] = []
+    pool = FakePool(20)
+
+    def notify(events: Sequence[HoldEvent]) -> None:
+        told.append((holder.holder.epoch, len(events)))
+
+    holder = BlockHolder(ME, pool, HoldLimits(reading_blocks_max=8), 10, notify, ManualClock().now_s)
+    assert pool.reset_prefix_cache()
+    assert told == [(ME.epoch + 1, 0)]
 
 
 def test_losing_all_begins_no_epoch_when_nothing_is_held(bench: Bench) -> None:
