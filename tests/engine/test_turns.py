@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -70,9 +71,13 @@ async def test_a_long_second_turn_reads_the_verified_prefix_back(pair: Pair, str
     second = await pair.turn(history, conversation, stream=stream)
     read = await pair.bytes_read(EngineRole.PREFILL) - before
     assert second.path == "readback"
-    shared = reusable_tokens(kept, await pair.tokens(history))
+    prompt = await pair.tokens(history)
+    shared = reusable_tokens(kept, prompt)
     assert second.reused_tokens == shared
-    assert read == shared // BLOCK_TOKENS * await pair.block_bytes()
+    block_bytes = await pair.block_bytes()
+    assert read == shared // BLOCK_TOKENS * block_bytes
+    # Both READs of the turn together move every block of the prompt once: back to P, and the rest to D.
+    assert second.read_bytes == math.ceil(len(prompt) / BLOCK_TOKENS) * block_bytes
     assert second.reply.equals(await pair.cold(history, stream=stream))
 
 
