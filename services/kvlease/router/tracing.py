@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ class TurnTracing:
         self._tracer = tracer
 
     @contextmanager
-    def turn(self, headers: Mapping[str, str]) -> Iterator[None]:
+    def turn(self, headers: Mapping[str, str]) -> Generator[None]:
         """The span of a whole turn, in the trace that the client's headers name, if they do."""
         with self._tracer.start_as_current_span(
             attributes.TURN,
@@ -66,7 +66,7 @@ class TurnTracing:
             span.add_link(granting, {attributes.LINK: attributes.GRANTED_BY})
 
     @contextmanager
-    def planning(self) -> Iterator[None]:
+    def planning(self) -> Generator[None]:
         """The span of the plan."""
         with self._tracer.start_as_current_span(attributes.PLAN):
             yield

@@ -13,7 +13,7 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -131,7 +131,27 @@ def make_telemetry(
     # Imported where traces are exported only: it takes as long as the rest of a process's start.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    return _telemetry(service, settings, environment, OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S))
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
+    return exporting_telemetry(service, settings, environment, exporter)
+
+
+def exporting_telemetry(
+    service: str, settings: TracingSettings, environment: Mapping[str, str], exporter: SpanExporter
+) -> Telemetry:
+    """The telemetry of one part whose spans go to `exporter`, off the thread that ends them."""
+    resource = Resource.create(
+        {
+            attributes.SERVICE_NAME: environment.get("OTEL_SERVICE_NAME") or service,
+            attributes.SERVICE_NAMESPACE: "kvlease",
+            attributes.SERVICE_VERSION: __version__,
+            attributes.SERVICE_INSTANCE_ID: uuid.uuid4().hex,
+        }
+    )
+    sampler = _sampler(settings.trace_sample_ratio, environment)
+    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+    processor = BatchSpanProcessor(exporter)
+    provider.add_span_processor(processor)
+    return Telemetry(provider.get_tracer("kvlease", __version__), processor)
 
 
 def current_traceparent() -> str:
@@ -142,7 +162,7 @@ def current_traceparent() -> str:
 
 
 @contextmanager
-def joined_span(tracer: trace.Tracer, name: str, traceparent: str) -> Iterator[trace.Span]:
+def joined_span(tracer: trace.Tracer, name: str, traceparent: str) -> Generator[trace.Span]:
     """A span below the one that `traceparent` names; without one there, nothing is traced."""
     parent = context_of(traceparent)
     if not trace.get_current_span(parent).get_span_context().is_valid:
@@ -180,24 +200,6 @@ def with_trace_headers(headers: Mapping[str, str], context: Context | None = Non
     if not own:
         return dict(headers)
     return {name: value for name, value in headers.items() if name.lower() not in TRACE_HEADERS} | own
-
-
-def _telemetry(
-    service: str, settings: TracingSettings, environment: Mapping[str, str], exporter: SpanExporter
-) -> Telemetry:
-    resource = Resource.create(
-        {
-            attributes.SERVICE_NAME: environment.get("OTEL_SERVICE_NAME") or service,
-            attributes.SERVICE_NAMESPACE: "kvlease",
-            attributes.SERVICE_VERSION: __version__,
-            attributes.SERVICE_INSTANCE_ID: uuid.uuid4().hex,
-        }
-    )
-    sampler = _sampler(settings.trace_sample_ratio, environment)
-    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
-    processor = BatchSpanProcessor(exporter)
-    provider.add_span_processor(processor)
-    return Telemetry(provider.get_tracer("kvlease", __version__), processor)
 
 
 def _sampler(ratio: float, environment: Mapping[str, str]) -> Sampler | None:
