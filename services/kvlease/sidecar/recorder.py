@@ -70,6 +70,7 @@ class EngineRecorder:
         self._dirty: dict[int, None] = {}
         self._gone: dict[int, None] = {}
         self._engine_dirty = False
+        self._silent = False
         self._changed = asyncio.Event()
 
     def set_engine(self, engine: Engine) -> None:
@@ -107,12 +108,13 @@ class EngineRecorder:
             self._changed.clear()
             try:
                 await self._write()
+                self._tell_answered()
                 pause_s = self._renewed_s + self._times.ttl_s / 3 - self._clock.now_s()
             except EngineIdReused as error:
                 self._refuse(error)
                 return
             except StoreUnavailable as error:
-                _log.warning("the store does not answer", extra=self._extra(error))
+                self._tell_silent(error)
                 await asyncio.sleep(self._times.retry_s)
                 continue
             except Exception:
@@ -193,6 +195,17 @@ class EngineRecorder:
         except Exception:
             mark()
             raise
+
+    def _tell_silent(self, error: StoreUnavailable) -> None:
+        """Once per outage: it is tried again every `retry_s`."""
+        if not self._silent:
+            self._silent = True
+            _log.warning("the store does not answer", extra=self._extra(error))
+
+    def _tell_answered(self) -> None:
+        if self._silent:
+            self._silent = False
+            _log.info("the store answers again", extra={"engine_id": self._engine.holder.engine_id})
 
     def _mark_engine(self) -> None:
         self._engine_dirty = True
