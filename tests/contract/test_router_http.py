@@ -4,7 +4,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -140,7 +140,8 @@ async def test_a_first_turn_is_prefilled_elsewhere_and_handed_over(
     assert asked.keep is not None
     assert given.read is not None
     assert (given.read.lease_id, given.read.pin_id) == (asked.keep.lease_id, asked.keep.pin_id)
-    assert given.read.holder == prefill.engine.holder
+    # A reset of P before this turn, of which the router's watch may not have told yet, does not lose its lease.
+    assert given.read.holder == replace(prefill.engine.holder, epoch=0)
     assert given.read.sidecar_address == prefill.engine.sidecar_address
     assert given.keep is not None
     assert f"{given.keep.lease_id:016x}" == answer.headers["X-Kvlease-Lease"]

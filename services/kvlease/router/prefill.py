@@ -63,8 +63,10 @@ class PrefillLeg:
     async def _try(self, turn: Turn, engine: Engine) -> PinnedLease | Refusal | None:
         services = self._services
         pin = await self._pin(turn, engine) if turn.plan.path is TurnPath.READBACK else None
+        # Whichever epoch it is granted in, since a reset that the watch has not told of yet loses no later lease.
+        holder = replace(engine.holder, epoch=0)
         transfer = PinnedLease(
-            services.random.lease_id(), services.random.text_id(), engine.holder, engine.sidecar_address
+            services.random.lease_id(), services.random.text_id(), holder, engine.sidecar_address
         )
         turn.record.prefill_engine_id = engine.holder.engine_id
         body = prefill_body(turn.request, self._params(turn, pin, transfer))
