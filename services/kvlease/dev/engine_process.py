@@ -102,6 +102,8 @@ class EngineSpec:
     """Module that holds `KvleaseConnector`; tests name a module with faults planted."""
     connector_path: Path | None = None
     """Folder to import that module from, when it is not kvlease's own."""
+    otlp_endpoint: str = ""
+    """http://host:port of the OTLP/gRPC collector that gets the engine's traces; empty: none."""
     extra_arguments: tuple[str, ...] = ()
     """Appended to the command line, so that they override what is set here."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -154,6 +156,8 @@ class EngineSpec:
             "--uvicorn-log-level": "warning",
             "--kv-transfer-config": json.dumps(self.kv_transfer_config(), separators=(",", ":")),
         }
+        if self.otlp_endpoint:
+            options["--otlp-traces-endpoint"] = self.otlp_endpoint
         flags = ("--enforce-eager", "--enable-prefix-caching")
         values = [part for option in options.items() for part in option]
         module = ("-m", "vllm.entrypoints.cli.main", "serve")

@@ -9,6 +9,7 @@ import time
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -85,6 +86,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="where leases are remembered: in this process, or in an etcd that it starts",
     )
     parser.add_argument(
+        "--otlp-endpoint",
+        default="",
+        metavar="URL",
+        help="http://host:port of an OTLP/gRPC collector that gets the traces of every part and engine",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="run the turns, stop everything, exit 0 only if all is right"
     )
     parser.add_argument("--output", choices=("table", "json"), default="table", help="what --check prints")
@@ -117,7 +124,14 @@ async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
-    plan = StackPlan(arguments.prefill, arguments.decode, make_engine, port, store=StoreKind(arguments.store))
+    plan = StackPlan(
+        arguments.prefill,
+        arguments.decode,
+        make_engine,
+        port,
+        store=StoreKind(arguments.store),
+        otlp_endpoint=arguments.otlp_endpoint,
+    )
     stack = Stack(plan, progress)
     conversation_id = f"dev-{uuid.uuid4().hex[:8]}"
     try:
@@ -177,7 +191,7 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
         EngineEnvironmentError: real vLLM cannot be installed here.
     """
     if arguments.engine == "sim":
-        return _simulated_engine
+        return partial(simulated_engine, otlp_endpoint=arguments.otlp_endpoint)
     cuda = arguments.device is Device.CUDA
     python = arguments.engine_python if cuda else ensure_engine_environment(progress)
     model = arguments.model or ensure_tiny_model()
@@ -198,6 +212,8 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
                 kvlease_config={"pin_wait_s": 10.0},
                 connector_module=arguments.connector_module,
                 connector_path=arguments.connector_path,
+                otlp_endpoint=arguments.otlp_endpoint,
+                environment={"OTEL_SERVICE_NAME": f"vllm-{seat.role.value}"},
                 extra_arguments=(*EXTRA_ARGUMENTS, *arguments.engine_arguments),
             )
         )
@@ -205,7 +221,8 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
     return make
 
 
-def _simulated_engine(seat: EngineSeat) -> Engine:
+def simulated_engine(seat: EngineSeat, otlp_endpoint: str = "") -> Engine:
+    """A simulated engine at a seat."""
     return EngineProcess(
         SimEngineSpec(
             role=ProcessRole(seat.role.value),
@@ -216,6 +233,7 @@ def _simulated_engine(seat: EngineSeat) -> Engine:
             side_channel_port=seat.side_channel_port,
             socket_dir=seat.socket_dir,
             served_model_name=SERVED_MODEL,
+            otlp_endpoint=otlp_endpoint,
         )
     )
 

@@ -20,5 +20,7 @@ class SimEngineSpec(EngineSpec):
             "--block-size": str(BLOCK_TOKENS),
             "--pin-wait-s": "5",
         }
+        if self.otlp_endpoint:
+            options["--otlp-endpoint"] = self.otlp_endpoint
         values = [part for option in options.items() for part in option]
         return [str(self.python), "-m", "kvlease.sim", *values, *self.extra_arguments]

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +16,8 @@ from kvlease.dev.engine_process import free_ports
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.server import RegistryServer
 from kvlease.router.config import RouterConfig
-from kvlease.router.registry_client import GrpcRegistry
 from kvlease.router.server import RouterServer
 from kvlease.runtime.clock import LoopClock
-from kvlease.runtime.grpc_client import Channels
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.server import SidecarServer
 from kvlease.store.etcd import EtcdStore
@@ -85,6 +82,7 @@ class StackPlan:
         router_port: port of the OpenAI API; 0 takes a free one.
         router: the router's settings; listen addresses are set by the stack.
         store: where leases are remembered; etcd is a child process, too.
+        otlp_endpoint: of the collector that gets the services' traces; engines have their own setting.
     """
 
     prefill: int
@@ -93,6 +91,7 @@ class StackPlan:
     router_port: int = 0
     router: RouterConfig = field(default_factory=RouterConfig)
     store: StoreKind = StoreKind.MEMORY
+    otlp_endpoint: str = ""
 
 
 class Stack:
@@ -103,7 +102,6 @@ class Stack:
         self._progress = progress
         self.store: OwnedStore = MemoryStore()
         self._etcd = EmbeddedEtcd()
-        self._channels = Channels()
         # The path of a unix socket has at most 107 bytes: the directory must be short.
         self.directory = Path(tempfile.mkdtemp(prefix="kvlease-"))
         self.seats: list[EngineSeat] = []
@@ -144,7 +142,6 @@ class Stack:
             await sidecar.stop()
         if self.registry is not None:
             await self.registry.stop()
-        await self._channels.close()
         await self.store.close()
         await self._etcd.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -161,6 +158,7 @@ class Stack:
             peer_call_s=2 * PIN_CALL_S,
             holder_call_s=2 * PIN_CALL_S,
             store_call_s=STORE_CALL_S,
+            otlp_endpoint=self._plan.otlp_endpoint,
         )
 
     async def start_sidecar(self, seat: EngineSeat) -> SidecarServer:
@@ -179,15 +177,8 @@ class Stack:
         """
         if self.registry is None:
             raise StackError("a router needs the registry")
-        config = self._router_config(settings, port)
-        registry = GrpcRegistry(
-            self._channels,
-            self.registry.address,
-            uuid.uuid4().hex,
-            config.renewal_policy(),
-            config.registry_call_s,
-        )
-        router = RouterServer(config, LoopClock(), registry)
+        config = self._router_config(settings, port, self.registry.address)
+        router = RouterServer.connected(config, LoopClock())
         await router.start()
         try:
             await self._await_known(router)
@@ -201,7 +192,10 @@ class Stack:
         if self._plan.store is StoreKind.ETCD:
             await self._start_etcd()
         registry_config = RegistryConfig(
-            listen="127.0.0.1:0", sidecar_call_s=2 * PIN_CALL_S, store_call_s=STORE_CALL_S
+            listen="127.0.0.1:0",
+            sidecar_call_s=2 * PIN_CALL_S,
+            store_call_s=STORE_CALL_S,
+            otlp_endpoint=self._plan.otlp_endpoint,
         )
         registry_config.validate()
         self.registry = RegistryServer(registry_config, self.store, clock)
@@ -269,9 +263,11 @@ class Stack:
                     known = sum((await response.json())["engines"].values())
                 await asyncio.sleep(0.01)
 
-    def _router_config(self, settings: RouterConfig, port: int) -> RouterConfig:
+    def _router_config(self, settings: RouterConfig, port: int, registry: str) -> RouterConfig:
         config = replace(
             settings,
+            registry=registry,
+            otlp_endpoint=settings.otlp_endpoint or self._plan.otlp_endpoint,
             listen=f"127.0.0.1:{port}",
             grpc_listen="127.0.0.1:0",
             registry_call_s=2 * PIN_CALL_S,

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from kvlease.runtime.config import require, setting
 from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.telemetry import TracingSettings
 from kvlease.sim.engine import EngineSettings
 from kvlease.sim.reader import ReaderLimits
 
 
 @dataclass(frozen=True)
-class SimConfig:
+class SimConfig(TracingSettings):
     """Settings of one simulated engine. All durations are seconds."""
 
     host: str = setting("127.0.0.1", "where the OpenAI API and the side channel listen")
@@ -38,6 +39,7 @@ class SimConfig:
         Raises:
             ConfigError: one is broken.
         """
+        self.validate_tracing()
         require(self.block_size > 0, f"block_size ({self.block_size}) must be at least 1")
         require(self.total_blocks > 0, f"total_blocks ({self.total_blocks}) must be at least 1")
         require(0 < self.reading_cap <= 1, f"reading_cap ({self.reading_cap:g}) must be above 0, at most 1")

@@ -4,12 +4,15 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from aiohttp import web
+from opentelemetry.trace import Tracer
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.turn import TurnReport
+from kvlease.runtime.telemetry import NO_TELEMETRY
 from kvlease.sim.engine import PromptTooLong, SimEngine, SimRequest
 from kvlease.sim.model import Sample
 from kvlease.sim.openai import Ask, ReplyWriter, error_body, read_ask, read_tokens
+from kvlease.sim.tracing import request_span
 
 BODY_BYTES_MAX = 64 << 20
 
@@ -17,8 +20,9 @@ BODY_BYTES_MAX = 64 << 20
 class EngineApi:
     """Serves one engine."""
 
-    def __init__(self, engine: SimEngine) -> None:
+    def __init__(self, engine: SimEngine, tracer: Tracer = NO_TELEMETRY.tracer) -> None:
         self._engine = engine
+        self._tracer = tracer
 
     def app(self) -> web.Application:
         """The aiohttp application."""
@@ -37,10 +41,12 @@ class EngineApi:
         return app
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, chat=True)
+        with request_span(self._tracer, request.headers):
+            return await self._complete(request, chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, chat=False)
+        with request_span(self._tracer, request.headers):
+            return await self._complete(request, chat=False)
 
     async def _complete(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from opentelemetry.trace import Tracer
 
 from kvlease.core.attachment import LeaseOffer
 from kvlease.core.errors import InvalidArgument
@@ -17,8 +18,10 @@ from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, MissReason
 from kvlease.core.records import PinOutcome
 from kvlease.runtime.grpc_client import CHANNEL_OPTIONS
+from kvlease.runtime.telemetry import NO_TELEMETRY, current_traceparent, joined_span, note_pin
 from kvlease.sim.engine import SimEngine
 from kvlease.v1 import connector_pb2, connector_pb2_grpc
+from kvlease.wire import attributes
 from kvlease.wire.engines import events_to_wire, hello_to_wire, misses_to_wire, offer_to_wire
 from kvlease.wire.gauges import gauges_to_wire
 from kvlease.wire.leases import outcome_from_wire, outcome_to_wire, pin_from_wire, pin_to_wire
@@ -44,9 +47,11 @@ class SidecarLink:
 
     Args:
         pin_wait_s: how long a pin's answer is waited for.
+        tracer: makes the spans of the holder's answers.
     """
 
-    def __init__(self, socket_dir: str, pin_wait_s: float) -> None:
+    def __init__(self, socket_dir: str, pin_wait_s: float, tracer: Tracer = NO_TELEMETRY.tracer) -> None:
+        self._tracer = tracer
         self._address = f"unix:{Path(socket_dir) / SOCKET_NAME}"
         self._pin_wait_s = pin_wait_s
         self._outbox: asyncio.Queue[Request] | None = None
@@ -75,7 +80,10 @@ class SidecarLink:
         future: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
         self._pins[call_id] = future
         message = connector_pb2.RemotePin(
-            call_id=call_id, pin=pin_to_wire(ask), sidecar_address=sidecar_address
+            call_id=call_id,
+            pin=pin_to_wire(ask),
+            sidecar_address=sidecar_address,
+            traceparent=current_traceparent(),
         )
         try:
             if not self._send(Request(remote_pin=message)):
@@ -142,7 +150,7 @@ class SidecarLink:
     def _handlers(self, engine: SimEngine) -> dict[str, Handler]:
         return {
             "hello": self._on_hello,
-            "pin": lambda message: _on_pin(engine, message),
+            "pin": lambda message: _on_pin(engine, message, self._tracer),
             "unpin": lambda message: engine.holder.unpin(message.lease_id, message.pin_id),
             "renew": lambda message: _on_renew(engine, message),
             "release": lambda message: _on_release(engine, message),
@@ -185,11 +193,12 @@ async def _messages(outbox: asyncio.Queue[Request]) -> AsyncIterator[Request]:
         yield await outbox.get()
 
 
-def _on_pin(engine: SimEngine, message: connector_pb2.PinCommand) -> Request:
+def _on_pin(engine: SimEngine, message: connector_pb2.PinCommand, tracer: Tracer) -> Request:
     outcome: PinOutcome = MissReason.UNKNOWN
-    with suppress(InvalidArgument):
+    with suppress(InvalidArgument), joined_span(tracer, attributes.HOLDER_PIN, message.traceparent) as span:
         ask, _ = pin_from_wire(message.pin)
         outcome = engine.holder.pin(ask)
+        note_pin(span, ask, outcome)
     reply = connector_pb2.PinReply(call_id=message.call_id, result=outcome_to_wire(outcome))
     return Request(pin_reply=reply)
 

@@ -16,11 +16,13 @@ from kvlease.core.records import KvLocation
 from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.config import ConfigError, add_config_arguments, load_config
 from kvlease.runtime.logging import configure_logging
+from kvlease.runtime.telemetry import make_telemetry
 from kvlease.sim.config import SimConfig
 from kvlease.sim.engine import SimEngine
 from kvlease.sim.http import EngineApi
 from kvlease.sim.link import SidecarLink
 from kvlease.sim.side_channel import SideChannel, serve_side_channel
+from kvlease.sim.tracing import TracedPins, TracedTransfers
 
 _log = logging.getLogger(__name__)
 
@@ -33,13 +35,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 async def serve(config: SimConfig, stop: asyncio.Event) -> None:
     """Serves one engine until `stop` is set."""
     holder = Holder(f"sim-{uuid.uuid4().hex}", uuid.uuid4().hex)
-    link = SidecarLink(config.socket_dir, config.pin_wait_s)
+    telemetry = make_telemetry("kvlease-sim", config)
+    tracer = telemetry.tracer
+    link = SidecarLink(config.socket_dir, config.pin_wait_s, tracer)
     location = KvLocation(config.host, config.side_channel_port)
-    transfers = SideChannel(config.read_block_s)
-    engine = SimEngine(config.engine(), holder, location, LoopClock(), link, transfers)
+    pins = TracedPins(link, tracer)
+    transfers = TracedTransfers(SideChannel(config.read_block_s), tracer, config.block_bytes)
+    engine = SimEngine(config.engine(), holder, location, LoopClock(), pins, transfers)
     async with serve_side_channel(engine, config.host, config.side_channel_port) as side_channel_port:
         engine.place(replace(location, side_channel_port=side_channel_port))
-        runner = web.AppRunner(EngineApi(engine).app(), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(EngineApi(engine, tracer).app(), handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, config.host, config.port).start()
         _log.info("engine ready", extra={"engine_id": holder.engine_id, "address": str(runner.addresses[0])})
@@ -51,6 +56,7 @@ async def serve(config: SimConfig, stop: asyncio.Event) -> None:
             await asyncio.gather(attached, return_exceptions=True)
             await runner.cleanup()
             await engine.close()
+            await telemetry.close()
 
 
 async def _until_signal(config: SimConfig) -> None:
