@@ -80,10 +80,8 @@ async def test_a_sidecar_serves_others_and_the_engines_beside_it(tmp_path: Path)
 
 
 async def test_a_process_on_the_memory_store_says_what_that_means_and_shows_its_settings() -> None:
-    async with serving("registry", "--listen", "127.0.0.1:0", KVLEASE_REGISTRY_LEASE_DURATION_S="25") as (
-        _,
-        lines,
-    ):
+    flags = ("--listen", "127.0.0.1:0", "--store", "memory")
+    async with serving("registry", *flags, KVLEASE_REGISTRY_LEASE_DURATION_S="25") as (_, lines):
         (settings,) = [line["settings"] for line in lines if line["message"] == "configuration"]
         assert settings["lease_duration_s"] == 25.0
         assert any("kvlease dev" in line["message"] for line in lines if line["level"] == "warning")

@@ -31,7 +31,11 @@ def blackhole() -> Iterator[str]:
 @pytest.mark.parametrize("away", ["silent", "refusing"])
 async def test_a_process_answers_and_ends_with_its_collector_away(away: str, blackhole: str) -> None:
     endpoint = blackhole if away == "silent" else "http://127.0.0.1:9"
-    environment = {"KVLEASE_REGISTRY_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "10"}
+    environment = {
+        "KVLEASE_REGISTRY_OTLP_ENDPOINT": endpoint,
+        "KVLEASE_REGISTRY_STORE": "memory",
+        "OTEL_BSP_SCHEDULE_DELAY": "10",
+    }
     async with serving("registry", "--listen", "127.0.0.1:0", **environment) as (process, lines):
         async with grpc.aio.insecure_channel(lines[-1]["address"]) as channel:
             stub = registry_pb2_grpc.RegistryServiceStub(channel)

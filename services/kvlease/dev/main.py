@@ -82,8 +82,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         choices=("memory", "etcd"),
-        default="memory",
-        help="where leases are remembered: in this process, or in an etcd that it starts",
+        default="etcd",
+        help="where leases are remembered: in an etcd that it starts (default), or in this process",
     )
     parser.add_argument(
         "--otlp-endpoint",

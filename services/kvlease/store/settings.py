@@ -26,7 +26,9 @@ class OwnedStore(Store, Protocol):
 class StoreSettings:
     """Settings of a process that uses a store."""
 
-    store: StoreKind = setting(StoreKind.MEMORY, "where engines and lease records are remembered")
+    store: StoreKind = setting(
+        StoreKind.ETCD, "where engines and lease records are remembered; memory: by this process alone"
+    )
     store_call_s: float = setting(1.0, "bound of one call to the store")
     etcd_endpoints: str = setting("127.0.0.1:2379", "host:port of etcd's members, separated by commas")
     etcd_ca_file: str = setting("", "certificates that etcd's are checked against; empty: no TLS")
