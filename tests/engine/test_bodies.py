@@ -184,6 +184,8 @@ async def attack_all(pair: Pair, attacks: list[tuple[str, str, Any]]) -> None:
 
 async def serves_as_before(pair: Pair, messages: list[Message], victim: str, reply: str) -> None:
     """The victim's lease was not touched, and its next turn reads it back and is right."""
+    # A hostile transfer is pinned for a second, and a reset frees no pinned block.
+    await pair.settles(PREFILL)
     await pair.reset_cache(PREFILL)
     question = {"role": "user", "content": THIRD}
     again = [*messages, {"role": "assistant", "content": reply}, question]
