@@ -18,6 +18,7 @@ from kvlease.core.errors import InvalidArgument
 from kvlease.core.holding import Grant, HoldEvent, HoldLimits
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, LeaseKind
+from kvlease.core.records import BlockList
 from kvlease.core.turn import PARAMS_KEY, KeepOrder, TurnParams, TurnReport
 from kvlease_vllm.chain import can_verify, request_chain, request_root
 from kvlease_vllm.engine_facts import describe_engine
@@ -29,6 +30,7 @@ from kvlease_vllm.reader import Read, Reads, Stage
 from kvlease_vllm.room import Room
 from kvlease_vllm.service import SidecarService
 from kvlease_vllm.settings import ConnectorSettings
+from kvlease_vllm.tracing import RequestTraces, note_verified
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +88,8 @@ class SchedulerHalf:
         self._facts = describe_engine(
             vllm_config, kv_cache_config, nixl_scheduler, Holder(engine_id, uuid.uuid4().hex, FIRST_EPOCH)
         )
-        self._service = SidecarService(settings.socket_dir, settings.outbox_max)
+        self._traces = RequestTraces()
+        self._service = SidecarService(settings.socket_dir, settings.outbox_max, self._traces)
         self._reads = Reads(
             ask_pin=self._service.send_pin,
             send_unpin=self._service.send_unpin,
@@ -146,6 +149,7 @@ class SchedulerHalf:
             return
         self._turns[request.request_id] = Turn(request, params)
         if params.read is not None and self._facts.retain and can_verify(request):
+            self._traces.begin(getattr(request, "trace_headers", None), params.read)
             self._reads.begin(request.request_id, params.read, params.tenant)
 
     def on_finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -156,6 +160,8 @@ class SchedulerHalf:
         turn = self._turns.pop(request_id, None)
         if turn is None:
             return None
+        if turn.params.read is not None:
+            self._traces.forget(turn.params.read.pin_id)
         if read is not None:
             self._note_outcome(turn, read)
         kept_tokens = self._keep(request, turn, block_ids)
@@ -228,6 +234,8 @@ class SchedulerHalf:
             **location.extra,
         }
         self._orders.boot_ids[pinned.holder.engine_id] = pinned.holder.boot_id
+        block_bytes = self._facts.layout.block_bytes
+        self._traces.posted(request.request_id, read.order.pin_id, len(local), block_bytes)
         return True
 
     def end_step(self, scheduler_output: "SchedulerOutput") -> WorkerOrders:
@@ -300,15 +308,21 @@ class SchedulerHalf:
         if blocks is None:
             return 0
         if read.verified_tokens < 0:
-            prompt_tokens = turn.request.num_prompt_tokens
-            turn.chain = self._chain_of(turn, prompt_tokens)
-            held = BlockChain(self._block_size, blocks.digests, blocks.tokens, blocks.tail_digest)
-            verified = self.verified(held, turn.chain)
-            if read.order.kind is LeaseKind.CONVERSATION:
-                whole = (prompt_tokens - 1) // self._block_size * self._block_size
-                verified = min(verified, whole)
-            self._reads.verify(read, held, turn.chain, verified)
+            with self._traces.verifying(read.order.pin_id) as span:
+                self._verify(turn, read, blocks)
+                note_verified(span, read.verified_tokens)
         return read.verified_tokens
+
+    def _verify(self, turn: Turn, read: Read, blocks: BlockList) -> None:
+        """Compares the lease's digests with the prompt's."""
+        prompt_tokens = turn.request.num_prompt_tokens
+        turn.chain = self._chain_of(turn, prompt_tokens)
+        held = BlockChain(self._block_size, blocks.digests, blocks.tokens, blocks.tail_digest)
+        verified = self.verified(held, turn.chain)
+        if read.order.kind is LeaseKind.CONVERSATION:
+            whole = (prompt_tokens - 1) // self._block_size * self._block_size
+            verified = min(verified, whole)
+        self._reads.verify(read, held, turn.chain, verified)
 
     def _has_our_layout(self, read: Read) -> bool:
         """Whether the holder's KV lies as ours does; settles the READ when it does not."""
@@ -345,6 +359,7 @@ class SchedulerHalf:
             return False
         if turn is not None:
             self._note_outcome(turn, read)
+        self._traces.ended(read.request_id, read.outcome, read.read_tokens)
         self._reads.drop(read)
         return True
 

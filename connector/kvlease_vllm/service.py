@@ -21,6 +21,7 @@ from kvlease.wire.values import duration_from_wire, holder_to_wire, miss_to_wire
 from kvlease_vllm.holder import BlockHolder
 from kvlease_vllm.link import SidecarLink
 from kvlease_vllm.reader import Reads
+from kvlease_vllm.tracing import RequestTraces, note_pin
 
 logger = logging.getLogger("vllm.kvlease.service")
 
@@ -40,7 +41,8 @@ class Engine:
 class SidecarService:
     """The connector's side of `ConnectorService.Attach`."""
 
-    def __init__(self, socket_dir: str, outbox_max: int) -> None:
+    def __init__(self, socket_dir: str, outbox_max: int, traces: RequestTraces | None = None) -> None:
+        self._traces = traces or RequestTraces()
         self._link = SidecarLink(socket_dir, self, outbox_max)
         self._started: Engine | None = None
 
@@ -81,7 +83,10 @@ class SidecarService:
         if not self._link.is_attached:
             return False
         pin = connector_pb2.RemotePin(
-            call_id=call_id, pin=pin_to_wire(ask), sidecar_address=order.sidecar_address
+            call_id=call_id,
+            pin=pin_to_wire(ask),
+            sidecar_address=order.sidecar_address,
+            traceparent=self._traces.asked(call_id, order.pin_id),
         )
         return self._link.send(Request(remote_pin=pin))
 
@@ -129,7 +134,7 @@ class SidecarService:
             logger.error("the sidecar refuses this engine: %s", message.hello.refusal)
 
     def _on_pin(self, message: connector_pb2.AttachResponse) -> Request:
-        outcome = self._pin(message.pin.pin)
+        outcome = self._pin(message.pin.pin, message.pin.traceparent)
         if isinstance(outcome, Pinned):
             layout = self._engine.facts.layout
             outcome = Pinned(
@@ -142,10 +147,13 @@ class SidecarService:
         reply = connector_pb2.PinReply(call_id=message.pin.call_id, result=outcome_to_wire(outcome))
         return Request(pin_reply=reply)
 
-    def _pin(self, message: lease_pb2.PinRequestSpec) -> PinOutcome:
+    def _pin(self, message: lease_pb2.PinRequestSpec, traceparent: str) -> PinOutcome:
         try:
             ask, _ = pin_from_wire(message)
-            return self._engine.holder.pin(ask)
+            with self._traces.pinning(traceparent) as span:
+                outcome = self._engine.holder.pin(ask)
+                note_pin(span, ask, outcome)
+            return outcome
         except InvalidArgument as error:
             logger.warning("wrong question for a pin: %s", error)
             return MissReason.UNKNOWN
@@ -177,6 +185,7 @@ class SidecarService:
 
     def _on_remote_pin_reply(self, message: connector_pb2.AttachResponse) -> None:
         outcome: PinOutcome = outcome_from_wire(message.remote_pin_reply.result)
+        self._traces.answered(message.remote_pin_reply.call_id, outcome)
         self._engine.reads.answer(message.remote_pin_reply.call_id, outcome)
 
     def _on_read_counters(self, message: connector_pb2.AttachResponse) -> Request:

@@ -46,7 +46,7 @@ REMOTE = Holder("remote-engine", "remote-boot")
 class FakeSidecar:
     """Stands for `SidecarService`: what was sent waits here for the test."""
 
-    def __init__(self, socket_dir: str, outbox_max: int) -> None:
+    def __init__(self, socket_dir: str, outbox_max: int, traces: object) -> None:
         self.asked: list[tuple[int, PinAsk]] = []
         self.unpinned: list[str] = []
         self.offers: list[Any] = []
