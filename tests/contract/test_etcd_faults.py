@@ -279,7 +279,7 @@ async def test_an_etcd_without_space_refuses_to_record_says_so_and_recovers() ->
         await client.revoke(granted)
         await client.close()
         status = await etcdctl(etcd, "endpoint", "status")
-        await etcdctl(etcd, "compaction", str(status[0]["Status"]["header"]["revision"]))
+        await etcdctl(etcd, "compaction", "--physical", str(status[0]["Status"]["header"]["revision"]))
         await etcdctl(etcd, "defrag")
         await etcdctl(etcd, "alarm", "disarm")
         await session.remove_leases((1,))
