@@ -1,18 +1,20 @@
 """One trace per turn, from the client's span to the holder's table, over the real services' sockets."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
 from kvlease.core.holding import PinAsk
+from kvlease.core.records import EngineRole
 from kvlease.runtime.telemetry import TracingSettings, make_telemetry
 from kvlease.testing.otlp_sink import OtlpSink, ReceivedSpan
 from kvlease.v1 import registry_pb2
 from kvlease.wire import attributes
 
 from .conftest import Fleet
-from .test_router import LONG, MESSAGES, Stack, said, stack
+from .test_router import LONG, MESSAGES, Stack, said, stack, start_pair
 
 __all__ = ["stack"]  # the fixture
 
@@ -164,6 +166,50 @@ async def test_an_engine_that_refuses_marks_its_leg_and_the_turn(sink: OtlpSink,
     assert leg.attributes["http.response.status_code"] == 400
     assert leg.failed
     assert turn.failed
+
+
+async def test_a_client_that_leaves_ends_its_turns_spans_without_an_error(
+    sink: OtlpSink, stack: Stack
+) -> None:
+    reached = asyncio.Event()
+
+    async def hang(request: web.Request, received: object) -> web.StreamResponse:
+        reached.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    stack.decode.http.script = hang
+    turn = asyncio.create_task(chat(stack, MESSAGES, SAMPLED))
+    await asyncio.wait_for(reached.wait(), 20)
+    turn.cancel()
+    await sink.until(turns)
+    (span,), (leg,) = turns(sink), sink.named(attributes.DECODE)
+    assert span.attributes[attributes.ENDED] == "aborted"
+    assert leg.attributes[attributes.ERROR_TYPE] == "cancelled"
+    assert not span.failed
+    assert not leg.failed
+
+
+async def test_a_second_try_of_a_leg_is_a_span_of_its_own(fleet: Fleet, sink: OtlpSink, stack: Stack) -> None:
+    another = await start_pair(fleet, "prefill-2", EngineRole.PREFILL)
+    url = stack.router.url + "/health"
+    async with asyncio.timeout(20):
+        known = 2
+        while known < 3:
+            async with stack.session.get(url) as response:
+                known = sum((await response.json())["engines"].values())
+
+    async def fail(request: web.Request, received: object) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "down"}}, status=503)
+
+    stack.prefill.http.script = another.http.script = fail
+    await chat(stack, MESSAGES, SAMPLED)
+    await sink.until(turns)
+    tries = sink.named(attributes.PREFILL)
+    assert [span.failed for span in tries] == [True, True]
+    assert {span.parent_id for span in tries} == {turns(sink)[0].span_id}
+    assert turns(sink)[0].attributes[attributes.REASON] == "prefill_failed"
+    assert not turns(sink)[0].failed
 
 
 async def test_a_reader_continues_its_requests_trace_at_the_other_sidecar(

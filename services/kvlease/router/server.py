@@ -134,7 +134,7 @@ class RouterServer:
 
     async def _start_grpc(self, services: TurnServices) -> None:
         name = routing_pb2.DESCRIPTOR.services_by_name["RoutingService"].full_name
-        server = GrpcServer(self._config.grpc_listen, [name])
+        server = GrpcServer(self._config.grpc_listen, [name], self._telemetry)
         servicer = RoutingServicer(services.conversations, services.heartbeat, self._registry)
         routing_pb2_grpc.add_RoutingServiceServicer_to_server(servicer, server.server)
         server.bind()

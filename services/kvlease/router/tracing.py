@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from kvlease.runtime.telemetry import (
     context_from,
     context_of,
     current_traceparent,
+    is_traced,
     note_pin,
     with_trace_headers,
 )
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from kvlease.core.planning import Plan
     from kvlease.router.conversations import OpenTurn
     from kvlease.router.turn import Turn
+
+
+MODEL_CHARACTERS_MAX = 256
+"""What a span keeps of the model's name, which is the client's text until an engine knows it."""
 
 
 class TurnTracing:
@@ -110,7 +115,7 @@ class TurnTracing:
                     attributes.GEN_AI_OPERATION_NAME: "chat" if chat else "text_completion",
                     attributes.GEN_AI_PROVIDER_NAME: "vllm",
                     attributes.GEN_AI_CONVERSATION_ID: turn.opened.conversation.conversation_id,
-                    attributes.GEN_AI_REQUEST_MODEL: request.model,
+                    attributes.GEN_AI_REQUEST_MODEL: request.model[:MODEL_CHARACTERS_MAX],
                     attributes.GEN_AI_REQUEST_STREAM: request.stream,
                     attributes.GEN_AI_REQUEST_CHOICE_COUNT: request.choices if request.choices > 1 else None,
                     attributes.GEN_AI_INPUT_TOKENS: record.prompt_tokens,
@@ -133,7 +138,7 @@ NO_TRACING = TurnTracing(NO_TELEMETRY.tracer)
 
 
 class TracedRegistry:
-    """A `RegistryPort` whose questions about leases are spans."""
+    """A `RegistryPort` whose questions about leases are spans of the turn that asks."""
 
     def __init__(self, inner: RegistryPort, tracer: Tracer) -> None:
         self._inner = inner
@@ -141,6 +146,8 @@ class TracedRegistry:
 
     async def pin(self, ask: PinAsk, wait_for_offer_s: float) -> PinOutcome:
         """Takes a pin at the holder."""
+        if not is_traced():
+            return await self._inner.pin(ask, wait_for_offer_s)
         with self._tracer.start_as_current_span(attributes.LEASE_PIN) as span:
             outcome = await self._inner.pin(ask, wait_for_offer_s)
             note_pin(span, ask, outcome)
@@ -148,12 +155,12 @@ class TracedRegistry:
 
     async def unpin(self, holder: Holder, lease_id: int, pin_id: str) -> None:
         """Ends a pin."""
-        with self._tracer.start_as_current_span(attributes.LEASE_UNPIN):
+        with self._span(attributes.LEASE_UNPIN):
             await self._inner.unpin(holder, lease_id, pin_id)
 
     async def release(self, lease_id: int, engine_id: str, tenant: str) -> MissReason | None:
         """Releases a lease."""
-        with self._tracer.start_as_current_span(attributes.LEASE_RELEASE):
+        with self._span(attributes.LEASE_RELEASE):
             return await self._inner.release(lease_id, engine_id, tenant)
 
     def watch_engines(self) -> AbstractAsyncContextManager[AsyncIterator[Batch[Engine]]]:
@@ -167,6 +174,9 @@ class TracedRegistry:
     def renew(self) -> AbstractAsyncContextManager[RenewalStream]:
         """Lives as long as the router: no span."""
         return self._inner.renew()
+
+    def _span(self, name: str) -> AbstractContextManager[Span | None]:
+        return self._tracer.start_as_current_span(name) if is_traced() else nullcontext()
 
 
 class _TracedEngines:
@@ -207,7 +217,7 @@ class _TracedCall(AbstractAsyncContextManager[EngineReply]):
         try:
             reply = await self._inner.__aenter__()
         except BaseException as error:
-            _fail(self._span, type(error).__name__)
+            self._note(type(error))
             self._span.end()
             raise
         self._span.set_attribute(attributes.HTTP_STATUS, reply.status)
@@ -219,11 +229,18 @@ class _TracedCall(AbstractAsyncContextManager[EngineReply]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         if kind is not None:
-            _fail(self._span, kind.__name__)
+            self._note(kind)
         try:
             return await self._inner.__aexit__(kind, error, traceback)
         finally:
             self._span.end()
+
+    def _note(self, kind: type[BaseException]) -> None:
+        """A client that left is no failure of the engine."""
+        if issubclass(kind, Exception):
+            _fail(self._span, kind.__name__)
+        else:
+            self._span.set_attribute(attributes.ERROR_TYPE, "cancelled")
 
 
 def _fail(span: Span, error_type: str) -> None:

@@ -154,6 +154,11 @@ def exporting_telemetry(
     return Telemetry(provider.get_tracer("kvlease", __version__), processor)
 
 
+def is_traced() -> bool:
+    """Whether what runs belongs to a trace."""
+    return trace.get_current_span().get_span_context().is_valid
+
+
 def current_traceparent() -> str:
     """The current span as W3C `traceparent`; empty without one."""
     carrier: dict[str, str] = {}

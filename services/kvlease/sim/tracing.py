@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from kvlease.core.holding import PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.records import KvLocation, PinOutcome
-from kvlease.runtime.telemetry import context_from, note_pin
+from kvlease.runtime.telemetry import context_from, is_traced, note_pin
 from kvlease.sim.ports import Landed, RemotePins, Transfers
 from kvlease.wire import attributes
 
@@ -44,7 +44,7 @@ class TracedPins:
 
     async def pin(self, ask: PinAsk, sidecar_address: str) -> PinOutcome:
         """Asks for a pin."""
-        if not _is_traced():
+        if not is_traced():
             return await self._inner.pin(ask, sidecar_address)
         with self._tracer.start_as_current_span(attributes.LEASE_PIN, kind=SpanKind.CLIENT) as span:
             outcome = await self._inner.pin(ask, sidecar_address)
@@ -73,7 +73,7 @@ class TracedTransfers:
     ) -> Coroutine[Any, Any, None]:
         """READs blocks."""
         transfer = self._inner.read(location, engine_id, block_ids, landed)
-        return self._traced(transfer, engine_id, len(block_ids)) if _is_traced() else transfer
+        return self._traced(transfer, engine_id, len(block_ids)) if is_traced() else transfer
 
     async def _traced(self, transfer: Coroutine[Any, Any, None], engine_id: str, blocks: int) -> None:
         with self._tracer.start_as_current_span(
@@ -94,7 +94,3 @@ class TracedTransfers:
             span.set_attributes(
                 {attributes.READ_OUTCOME: "read", attributes.READ_BYTES: blocks * self._block_bytes}
             )
-
-
-def _is_traced() -> bool:
-    return trace.get_current_span().get_span_context().is_valid
