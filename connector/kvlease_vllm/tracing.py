@@ -17,17 +17,28 @@ from kvlease.core.records import Pinned, PinOutcome
 from kvlease.core.turn import ReadOrder
 from kvlease.wire import attributes
 
-try:
-    from opentelemetry import trace
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError:
-    IS_AVAILABLE = False
-else:
-    IS_AVAILABLE = True
-
 TRACER = "kvlease_vllm"
 REQUESTS_MAX = 4096
 """Requests that are traced at once; the next ones are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenTelemetry:
+    """What is used of OpenTelemetry's API."""
+
+    trace: Any
+    propagator: Any
+
+    def context(self, headers: Mapping[str, str]) -> Any:
+        """The context that trace headers name; None when they name none."""
+        context = self.propagator.extract(headers)
+        return context if self.trace.get_current_span(context).get_span_context().is_valid else None
+
+    def traceparent(self, span: Any) -> str:
+        """The span's context as it is sent."""
+        carrier: dict[str, str] = {}
+        self.propagator.inject(carrier, self.trace.set_span_in_context(span))
+        return carrier.get("traceparent", "")
 
 
 @dataclass(slots=True)
@@ -56,7 +67,8 @@ class RequestTraces:
     """
 
     def __init__(self, tracer: Any = None) -> None:
-        self._tracer = tracer or (trace.get_tracer(TRACER) if IS_AVAILABLE else None)
+        self._api = _opentelemetry()
+        self._tracer: Any = tracer or (self._api.trace.get_tracer(TRACER) if self._api is not None else None)
         self._by_pin: dict[str, _Request] = {}
         self._by_call: dict[int, _Request] = {}
         self._reads: dict[str, Any] = {}
@@ -65,16 +77,16 @@ class RequestTraces:
 
     def begin(self, headers: Mapping[str, str] | None, order: ReadOrder) -> None:
         """A request came that reads; without valid trace headers it is not traced."""
-        if not headers or len(self._by_pin) >= REQUESTS_MAX:
+        if self._api is None or not headers or len(self._by_pin) >= REQUESTS_MAX:
             return
-        parent = _context(headers)
+        parent = self._api.context(headers)
         if parent is not None:
             self._by_pin[order.pin_id] = _Request(parent, order)
 
     def asked(self, call_id: int, pin_id: str) -> str:
         """The pin is asked for. The trace context for the question, empty when it is not traced."""
         request = self._by_pin.get(pin_id)
-        if request is None or self._tracer is None:
+        if request is None or self._api is None:
             return ""
         self._end_question(request, "asked again")
         request.asking = self._tracer.start_span(
@@ -82,9 +94,7 @@ class RequestTraces:
         )
         request.call_id = call_id
         self._by_call[call_id] = request
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(request.asking))
-        return carrier.get("traceparent", "")
+        return self._api.traceparent(request.asking)
 
     def answered(self, call_id: int, outcome: PinOutcome) -> None:
         """The question for a pin was answered."""
@@ -96,7 +106,7 @@ class RequestTraces:
     def verifying(self, pin_id: str) -> Generator[Any]:
         """The comparison of the lease's digests with the prompt's; yields the span, None when not traced."""
         request = self._by_pin.get(pin_id)
-        if request is None or self._tracer is None:
+        if request is None:
             yield None
             return
         span = self._tracer.start_span(attributes.VERIFY, context=request.parent)
@@ -108,7 +118,7 @@ class RequestTraces:
     def posted(self, request_id: str, pin_id: str, blocks: int, block_bytes: int) -> None:
         """vLLM was told to READ."""
         request = self._by_pin.get(pin_id)
-        if request is None or self._tracer is None:
+        if request is None:
             return
         self._reads[request_id] = self._tracer.start_span(
             attributes.READ,
@@ -127,8 +137,8 @@ class RequestTraces:
             return
         used = outcome == "read"
         span.set_attributes({attributes.READ_OUTCOME: outcome, attributes.READ_TOKENS: tokens if used else 0})
-        if not used:
-            span.set_status(trace.StatusCode.ERROR)
+        if not used and self._api is not None:
+            span.set_status(self._api.trace.StatusCode.ERROR)
         span.end()
 
     def forget(self, pin_id: str) -> None:
@@ -142,8 +152,8 @@ class RequestTraces:
     @contextmanager
     def pinning(self, traceparent: str) -> Generator[Any]:
         """The answer of the holder's table to a pin; yields the span, None when not traced."""
-        parent = _context({"traceparent": traceparent}) if traceparent else None
-        if self._tracer is None or parent is None:
+        parent = self._api.context({"traceparent": traceparent}) if self._api and traceparent else None
+        if parent is None:
             yield None
             return
         span = self._tracer.start_span(attributes.HOLDER_PIN, context=parent)
@@ -162,12 +172,14 @@ class RequestTraces:
             span.end()
 
 
-def _context(headers: Mapping[str, str]) -> Any:
-    """The context that trace headers name; None when they name none."""
-    if not IS_AVAILABLE:
+def _opentelemetry() -> _OpenTelemetry | None:
+    """OpenTelemetry's API, None where it is not installed."""
+    try:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError:
         return None
-    context = TraceContextTextMapPropagator().extract(headers)
-    return context if trace.get_current_span(context).get_span_context().is_valid else None
+    return _OpenTelemetry(trace, TraceContextTextMapPropagator())
 
 
 def note_pin(span: Any, ask: PinAsk, outcome: PinOutcome) -> None:

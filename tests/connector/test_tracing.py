@@ -1,5 +1,6 @@
 """The connector's spans: below the leg that reads, one per pin, verification and READ, and none left open."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -148,7 +149,7 @@ def test_requests_that_belong_to_no_sampled_trace_make_no_span(
 
 
 def test_without_opentelemetry_nothing_is_traced_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "IS_AVAILABLE", False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
     traces = RequestTraces()
     traces.begin({"traceparent": SAMPLED}, ORDER)
     assert traces.asked(1, "pin") == ""

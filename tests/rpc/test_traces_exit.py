@@ -36,7 +36,8 @@ async def test_a_process_answers_and_ends_with_its_collector_away(away: str, bla
         "KVLEASE_REGISTRY_STORE": "memory",
         "OTEL_BSP_SCHEDULE_DELAY": "10",
     }
-    async with serving("registry", "--listen", "127.0.0.1:0", **environment) as (process, lines):
+    options = ("--listen", "127.0.0.1:0", "--store", "memory")
+    async with serving("registry", *options, **environment) as (process, lines):
         async with grpc.aio.insecure_channel(lines[-1]["address"]) as channel:
             stub = registry_pb2_grpc.RegistryServiceStub(channel)
             request = registry_pb2.PinLeaseRequest(pin=pin_to_wire(make_ask(1)))
