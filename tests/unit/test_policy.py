@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlease.core.policy import LeaseUse, PrefillCost, ReuseModel, eviction_order, keep_value
+from kvlease.core.policy import LeaseUse, PrefillCost, eviction_order, keep_value
+from kvlease.core.reuse import RETURNS_WITHIN_S, ReuseHistory, ReuseModel
 
 COST = PrefillCost()
-USE = LeaseUse(tokens=1000, exclusive_bytes=1 << 20, idle_s=10.0, remaining_s=18.0, duration_s=20.0)
+USE = LeaseUse(tokens=1000, exclusive_bytes=1 << 20, turns=0, idle_s=10.0, remaining_s=18.0, duration_s=20.0)
 SECONDS = st.floats(0.0, 10_000.0)
 
 
@@ -18,18 +19,17 @@ def order(uses: dict[int, LeaseUse], model: ReuseModel | None = None) -> tuple[i
     return eviction_order(uses, model or ReuseModel(), COST)
 
 
-@given(st.lists(st.tuples(st.booleans(), SECONDS), max_size=40), SECONDS, SECONDS, SECONDS)
-def test_a_probability_stays_one_and_grows_with_the_horizon(
-    history: list[tuple[bool, float]], idle_s: float, one_s: float, other_s: float
+@given(st.lists(st.tuples(st.booleans(), SECONDS), max_size=40), st.integers(0, 20), SECONDS)
+def test_a_rate_is_never_below_zero_and_never_above_what_a_second_can_bring(
+    history: list[tuple[bool, float]], turns: int, idle_s: float
 ) -> None:
     model = ReuseModel()
     for used, gap_s in history:
         if used:
-            model.went_on(gap_s)
+            model.went_on(turns, gap_s)
         else:
-            model.given_up()
-    shorter, longer = sorted((one_s, other_s))
-    assert 0.0 <= model.probability(idle_s, shorter) <= model.probability(idle_s, longer) + 1e-12 < 1.0
+            model.given_up(turns)
+    assert 0.0 <= model.rate(turns, idle_s) <= 1e3
 
 
 def test_before_anything_is_learnt_the_least_recently_used_of_equal_leases_goes_first() -> None:
@@ -60,37 +60,72 @@ def test_a_lease_that_is_renewed_no_longer_goes_before_one_that_is() -> None:
     assert order({1: replace(USE, idle_s=60.0), 2: let_go}) == (2, 1)
 
 
-def test_a_conversation_about_to_come_back_is_kept_before_one_that_has_outstayed_every_gap() -> None:
+def test_where_nobody_comes_back_soon_who_has_waited_is_kept_before_who_has_not() -> None:
     model = ReuseModel()
     for _ in range(500):
-        model.went_on(200.0)
-        model.given_up()
+        model.went_on(0, 200.0)
+        model.given_up(0)
     due, overdue, fresh = (replace(USE, idle_s=idle_s) for idle_s in (150.0, 400.0, 1.0))
     assert order({1: due, 2: overdue, 3: fresh}, model) == (2, 3, 1)
+
+
+def test_a_conversation_of_many_turns_is_kept_before_one_that_has_only_begun() -> None:
+    model = ReuseModel()
+    for _ in range(200):
+        model.went_on(5, 60.0)
+        model.given_up(0)
+    assert order({1: replace(USE, turns=7), 2: replace(USE, turns=0)}, model) == (2, 1)
 
 
 def test_conversations_that_seldom_go_on_make_every_lease_worth_less() -> None:
     model = ReuseModel()
     before = keep_value(USE, model, COST)
     for _ in range(200):
-        model.given_up()
+        model.given_up(0)
     assert keep_value(USE, model, COST) < before / 3
 
 
-def test_what_is_learnt_is_what_happens() -> None:
+def test_where_the_hazard_never_changes_the_rate_is_that_hazard() -> None:
     draws, model = random.Random(3), ReuseModel()
-    comes_back = [draws.expovariate(1 / 100) if draws.random() < 0.7 else None for _ in range(6000)]
-    for gap_s in comes_back[:3000]:
-        if gap_s is None:
-            model.given_up()
-        else:
-            model.went_on(gap_s)
-    waiting = [gap_s for gap_s in comes_back[3000:] if gap_s is None or gap_s > 50]
-    came = sum(gap_s is not None and gap_s <= 150 for gap_s in waiting) / len(waiting)
-    assert model.probability(50.0, 100.0) == pytest.approx(came, abs=0.05)
+    for _ in range(20_000):
+        model.went_on(0, draws.expovariate(1 / 100))
+    assert model.rate(0, 30.0) == pytest.approx(1 / 100, rel=0.25)
+    assert model.rate(0, 60.0) == pytest.approx(1 / 100, rel=0.25)
 
 
-def test_value_is_seconds_per_byte() -> None:
+def test_a_lease_that_was_evicted_is_followed_to_the_end_of_its_conversation() -> None:
     model = ReuseModel()
-    expected_s = model.probability(10.0, 120.0) * COST.seconds(1000)
-    assert keep_value(USE, model, COST) == pytest.approx(expected_s / (1 << 20))
+    history = ReuseHistory(model)
+    before = model.rate(0, 100.0)
+    for lease_id in range(1, 200):
+        assert history.granted(lease_id * 120.0, lease_id, lease_id - 1) == lease_id - 1
+    assert model.rate(5, 100.0) > 3 * before
+
+
+def test_a_conversation_is_given_up_once_and_only_when_it_has_been_idle_for_long() -> None:
+    model = ReuseModel()
+    history = ReuseHistory(model)
+    before = model.rate(0, 10.0)
+    for lease_id in range(1, 101):
+        history.granted(0.0, lease_id, 0)
+    history.advance(RETURNS_WITHIN_S - 1)
+    assert model.rate(0, 10.0) == before
+    history.advance(RETURNS_WITHIN_S)
+    after = model.rate(0, 10.0)
+    assert after < before / 3
+    history.advance(2 * RETURNS_WITHIN_S)
+    assert model.rate(0, 10.0) == after
+
+
+def test_what_is_followed_is_bounded() -> None:
+    history = ReuseHistory(ReuseModel(), followed_max=2)
+    for lease_id in (1, 2, 3):
+        history.granted(0.0, lease_id, 0)
+    assert history.granted(1.0, 4, 1) == 0
+    assert history.granted(1.0, 5, 3) == 1
+
+
+def test_value_is_seconds_per_byte_and_second() -> None:
+    model = ReuseModel()
+    expected = model.rate(0, 10.0) * COST.seconds(1000)
+    assert keep_value(USE, model, COST) == pytest.approx(expected / (1 << 20))

@@ -178,7 +178,7 @@ async def test_the_gaps_of_conversations_teach_what_is_worth_keeping(
         clock.advance(200.0)
         engine.offer(offer(lease_id, exclusive_bytes=4096, supersedes=lease_id - 1))
         engine.apply_events(HOLDER, [HoldEvent(lease_id - 1, LeaseState.RELEASED)])
-    clock.advance(150.0)
+    clock.advance(1.0)
     engine.offer(offer(1000, exclusive_bytes=4096))
     await engine.renew([399, 1000], 20.0, [], 0.0)
     assert link.orders[-1] == (1000, 399)

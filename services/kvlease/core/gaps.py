@@ -18,6 +18,9 @@ BUCKETS_PER_DOUBLING = 4
 BUCKETS = 64
 """Buckets from 1 s to 18 hours, each 19 % wider than the one before; shorter and longer gaps share the ends."""
 
+EDGES_S = (0.0, *(FIRST_EDGE_S * 2 ** (edge / BUCKETS_PER_DOUBLING) for edge in range(1, BUCKETS + 1)))
+"""Where the buckets begin and end."""
+
 MEMORY = 1000.0
 """Gaps that a histogram remembers: each new one fades the others by a thousandth."""
 
@@ -46,7 +49,7 @@ class GapHistogram:
         """Learns of a gap."""
         kept = 1.0 - 1.0 / MEMORY
         self._weights = [weight * kept for weight in self._weights]
-        self._weights[_bucket(gap_s)] += 1.0
+        self._weights[bucket_of(gap_s)] += 1.0
         self._weight = self._weight * kept + 1.0
         self._up_to = []
 
@@ -121,7 +124,7 @@ class GapEstimator:
         mixture = self._tenant_shares(tenant)
         weights = [BORROWED_WEIGHT * share for share in mixture]
         for gap_s in own:
-            weights[_bucket(gap_s)] += 1.0
+            weights[bucket_of(gap_s)] += 1.0
         return min(max(_quantile_s(weights, policy.quantile), policy.floor_s), policy.cap_s)
 
     def _tenant_shares(self, tenant: str) -> list[float]:
@@ -139,7 +142,8 @@ def _place(gap_s: float) -> float:
     return max(0.0, math.log2(max(gap_s, FIRST_EDGE_S) / FIRST_EDGE_S) * BUCKETS_PER_DOUBLING)
 
 
-def _bucket(gap_s: float) -> int:
+def bucket_of(gap_s: float) -> int:
+    """The bucket in which a gap lies."""
     return min(int(_place(gap_s)), BUCKETS - 1)
 
 
@@ -149,4 +153,4 @@ def _quantile_s(weights: Sequence[float], quantile: float) -> float:
     reached = next(
         (bucket for bucket, total in enumerate(accumulate(weights)) if total >= wanted), BUCKETS - 1
     )
-    return FIRST_EDGE_S * 2 ** ((reached + 1) / BUCKETS_PER_DOUBLING)
+    return EDGES_S[reached + 1]

@@ -14,8 +14,9 @@ from kvlease.core.errors import HolderUnreachable, NotOwner
 from kvlease.core.holding import HoldEvent, PinAsk
 from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.lease import TERMINAL, LeaseKind, LeaseState, MissReason
-from kvlease.core.policy import LeaseUse, PrefillCost, ReuseModel, eviction_order
-from kvlease.core.records import Engine, HolderGauges, Pinned, PinOutcome
+from kvlease.core.policy import LeaseUse, PrefillCost, eviction_order
+from kvlease.core.records import Engine, HolderGauges, LeaseRecord, Pinned, PinOutcome
+from kvlease.core.reuse import ReuseHistory, ReuseModel
 from kvlease.sidecar.ports import ConnectorLink
 from kvlease.sidecar.recorder import EngineRecorder
 
@@ -41,14 +42,14 @@ class _Offered:
         idle_since_s: its last turn or READ.
         until_s: when it ends unless it is renewed, as far as is known here.
         duration_s: what it was renewed for.
-        used: a conversation went on from it.
+        turns: earlier turns of its conversation that were seen here.
     """
 
     offer: LeaseOffer
     idle_since_s: float
     until_s: float
     duration_s: float
-    used: bool = False
+    turns: int
 
     def use(self, now_s: float) -> LeaseUse:
         """What its value depends on."""
@@ -56,6 +57,7 @@ class _Offered:
         return LeaseUse(
             record.tokens,
             record.exclusive_bytes,
+            self.turns,
             now_s - self.idle_since_s,
             self.until_s - now_s,
             self.duration_s,
@@ -72,6 +74,7 @@ class AttachedEngine:
         self._clock = clock
         self._leases: dict[int, _Offered] = {}
         self._reuse = ReuseModel()
+        self._history = ReuseHistory(self._reuse)
         self._cost = PrefillCost()
         self._ordered: tuple[int, ...] = ()
         self._ranked_s = -math.inf
@@ -93,9 +96,9 @@ class AttachedEngine:
         now_s = self._clock.now_s()
         known = self._leases.get(lease_id)
         since_s = known.idle_since_s if known is not None else now_s
-        self._leases[lease_id] = _Offered(offer, since_s, now_s + offer.remaining_s, offer.remaining_s)
+        turns = known.turns if known is not None else self._note_grant(now_s, offer)
+        self._leases[lease_id] = _Offered(offer, since_s, now_s + offer.remaining_s, offer.remaining_s, turns)
         self._rank_due = True
-        self._note_use(offer.supersedes)
         waiter = self._waiters.get(lease_id)
         if waiter is not None:
             waiter.set()
@@ -111,7 +114,7 @@ class AttachedEngine:
             if lease is None:
                 self._keep_early(event)
             elif event.state in _ENDING:
-                self._note_ending(lease, event.state)
+                self._log_ending(lease.offer.record, event.state)
                 self._forget(event.lease_id)
             elif event.confirmed:
                 lease.offer = replace(lease.offer, provisional=False)
@@ -132,7 +135,7 @@ class AttachedEngine:
         except HolderUnreachable:
             return MissReason.UNREACHABLE
         if isinstance(outcome, Pinned):
-            self._note_use(ask.lease_id)
+            self._note_use(self._clock.now_s(), ask.lease_id)
         return outcome
 
     def unpin(self, lease_id: int, pin_id: str) -> None:
@@ -201,22 +204,27 @@ class AttachedEngine:
 
     def _rank(self, now_s: float) -> None:
         self._ranked_s, self._rank_due = now_s, False
+        self._history.advance(now_s)
         uses = {lease_id: lease.use(now_s) for lease_id, lease in self._leases.items()}
         order = eviction_order(uses, self._reuse, self._cost)
         if order != self._ordered:
             self._ordered = order
             self._link.order_evictions(order)
 
-    def _note_use(self, lease_id: int) -> None:
+    def _note_grant(self, now_s: float, offer: LeaseOffer) -> int:
+        """A turn has ended, and the one before it was followed. Earlier turns that were seen here."""
+        if offer.record.kind is not LeaseKind.CONVERSATION:
+            return 0
+        self._note_use(now_s, offer.supersedes)
+        return self._history.granted(now_s, offer.record.lease_id, offer.supersedes)
+
+    def _note_use(self, now_s: float, lease_id: int) -> None:
         """A conversation goes on from a lease: it was pinned, or its successor is there."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.offer.record.kind is not LeaseKind.CONVERSATION:
-            return
-        now_s = self._clock.now_s()
-        if not lease.used:
-            self._reuse.went_on(now_s - lease.idle_since_s)
-        lease.used, lease.idle_since_s = True, now_s
-        self._rank_due = True
+        if lease is not None:
+            lease.idle_since_s = now_s
+            self._history.used(now_s, lease_id)
+            self._rank_due = True
 
     def _record(self, offer: LeaseOffer) -> None:
         if offer.record.kind is LeaseKind.CONVERSATION:
@@ -229,12 +237,8 @@ class AttachedEngine:
             if len(self._early) > EARLY_EVENTS_MAX:
                 self._early.popitem(last=False)
 
-    def _note_ending(self, lease: _Offered, state: LeaseState) -> None:
-        record = lease.offer.record
+    def _log_ending(self, record: LeaseRecord, state: LeaseState) -> None:
         if record.kind is LeaseKind.CONVERSATION:
-            # One that was never confirmed says nothing: its turn did not end well.
-            if state is LeaseState.EXPIRED and not lease.used and not lease.offer.provisional:
-                self._reuse.given_up()
             lease_id = lease_id_to_hex(record.lease_id)
             engine_id = self.engine.holder.engine_id
             _log.info(

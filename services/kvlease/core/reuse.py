@@ -1,0 +1,143 @@
+"""How soon idle conversations go on, learnt from those that were followed on one engine.
+
+Pure: times are seconds of the caller's clock. What the numbers are for, and why, stands in `core/policy.py`.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvlease.core.gaps import BUCKETS, EDGES_S, GapHistogram, bucket_of
+
+PRIOR_WEIGHT = 20.0
+"""Turns that the prior counts for: half of them followed by another, half of those within a minute."""
+
+PRIOR_MEDIAN_S = 60.0
+PRIOR_RETURNS = 0.5
+MEMORY_TURNS = 1000.0
+
+TURNS_TOLD_APART = 6
+"""Conversations with this many turns or more are alike."""
+
+RELEARNT_SHARE = 0.01
+"""Rates are computed again when so large a share of what is known is new."""
+
+RETURNS_WITHIN_S = 600.0
+"""A conversation that is idle for longer has not gone on, whatever it does later."""
+
+FOLLOWED_MAX = 65_536
+
+
+class ReuseModel:
+    """At which rate idle conversations go on, learnt from how leases ended. Bounded memory."""
+
+    def __init__(self) -> None:
+        self._gaps = GapHistogram()
+        self._returns = [_Returns() for _ in range(TURNS_TOLD_APART)]
+        self._rates: list[list[float]] = []
+        self._learnt = 0.0
+
+    def went_on(self, turns: int, idle_s: float) -> None:
+        """A conversation that was idle for so long used its lease, or had its next turn."""
+        self._gaps.add(idle_s)
+        self._count(turns, 1.0)
+
+    def given_up(self, turns: int) -> None:
+        """A conversation was idle for so long that it counts as ended."""
+        self._count(turns, 0.0)
+
+    def rate(self, turns: int, idle_s: float) -> float:
+        """Reuses per second that are to be expected of a conversation idle for so long; see the module."""
+        known = PRIOR_WEIGHT + self._gaps.weight
+        if not self._rates or self._learnt > RELEARNT_SHARE * known:
+            within = [self._share_within(edge_s) for edge_s in EDGES_S]
+            self._rates = [_rates([returns.share * share for share in within]) for returns in self._returns]
+            self._learnt = 0.0
+        return self._rates[min(turns, TURNS_TOLD_APART - 1)][bucket_of(idle_s)]
+
+    def _count(self, turns: int, went_on: float) -> None:
+        self._returns[min(turns, TURNS_TOLD_APART - 1)].count(went_on)
+        self._learnt += 1.0
+
+    def _share_within(self, gap_s: float) -> float:
+        known, prior = self._gaps.weight, gap_s / (gap_s + PRIOR_MEDIAN_S)
+        return (known * self._gaps.share_within(gap_s) + PRIOR_WEIGHT * prior) / (known + PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class _Returns:
+    """Turns, and those among them that were followed by another; old ones fade."""
+
+    went_on: float = 0.0
+    turns: float = 0.0
+
+    def count(self, went_on: float) -> None:
+        kept = 1.0 - 1.0 / MEMORY_TURNS
+        self.went_on, self.turns = self.went_on * kept + went_on, self.turns * kept + 1.0
+
+    @property
+    def share(self) -> float:
+        """Never 0 nor 1: the prior does not fade."""
+        return (self.went_on + PRIOR_RETURNS * PRIOR_WEIGHT) / (self.turns + PRIOR_WEIGHT)
+
+
+def _rates(returned: list[float]) -> list[float]:
+    """The rate of reuse for each bucket of idle time, from the share that has returned by each edge."""
+    rates: list[float] = []
+    for begin in range(BUCKETS):
+        occupied_s = best = 0.0
+        for end in range(begin + 1, BUCKETS + 1):
+            away = 1.0 - (returned[end - 1] + returned[end]) / 2
+            occupied_s += (EDGES_S[end] - EDGES_S[end - 1]) * away
+            best = max(best, (returned[end] - returned[begin]) / occupied_s)
+        rates.append(best)
+    return rates
+
+
+@dataclass(slots=True)
+class _Followed:
+    turns: int
+    idle_since_s: float
+    used: bool = False
+
+
+class ReuseHistory:
+    """Follows the leases of an engine past their end, so that a model learns also of those that were not kept.
+
+    Learning from kept leases alone would confirm whatever order they were kept in. Bounded: the one idle for longest
+    leaves first.
+    """
+
+    def __init__(self, model: ReuseModel, followed_max: int = FOLLOWED_MAX) -> None:
+        self._model = model
+        self._followed_max = followed_max
+        self._leases: OrderedDict[int, _Followed] = OrderedDict()
+
+    def granted(self, now_s: float, lease_id: int, supersedes: int) -> int:
+        """A turn left a lease; its conversation went on from the one that it supersedes. Earlier turns known."""
+        self.used(now_s, supersedes)
+        earlier = self._leases.pop(supersedes, None)
+        turns = earlier.turns + 1 if earlier is not None else 0
+        self._leases[lease_id] = _Followed(turns, now_s)
+        if len(self._leases) > self._followed_max:
+            self._leases.popitem(last=False)
+        return turns
+
+    def used(self, now_s: float, lease_id: int) -> None:
+        """A conversation goes on from a lease, or would if it were still there."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        if not lease.used:
+            self._model.went_on(lease.turns, now_s - lease.idle_since_s)
+        lease.used, lease.idle_since_s = True, now_s
+        self._leases.move_to_end(lease_id)
+
+    def advance(self, now_s: float) -> None:
+        """Gives up conversations that have been idle for too long."""
+        while self._leases:
+            lease_id, lease = next(iter(self._leases.items()))
+            if now_s < lease.idle_since_s + RETURNS_WITHIN_S:
+                return
+            del self._leases[lease_id]
+            if not lease.used:
+                self._model.given_up(lease.turns)
