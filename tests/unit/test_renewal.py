@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.lease import MissReason
+from kvlease.core.holding import Grant, HoldLimits, HoldTable
+from kvlease.core.ids import Holder
+from kvlease.core.lease import LeaseKind, MissReason
 from kvlease.core.renewal import Belief, EngineDelta, RenewalPolicy, RenewalTable
 
 POLICY = RenewalPolicy()
@@ -119,6 +121,22 @@ def test_a_client_may_ask_for_a_longer_gap_up_to_the_cap(table: RenewalTable) ->
     assert table.beat(600.9).engines == {}
     assert table.beat(601.0).engines == {"d": EngineDelta(dropped_lease_ids=(7,))}
     assert not table.keep_live(700.0, 7, 10.0)
+
+
+def test_a_client_that_asks_for_ever_keeps_a_lease_no_longer_than_its_lifetime(table: RenewalTable) -> None:
+    holder = HoldTable(Holder("d", "boot", 1), HoldLimits(reading_blocks_max=1, lifetime_max_s=1800.0))
+    grant = Grant(7, LeaseKind.CONVERSATION, (1,), b"d" * 16, 16, 16)
+    holder.grant(0.0, grant, POLICY.provisional_s, provisional=True)
+    table.expect(0.0, 7, "d")
+    now_s, asked = 0.0, True
+    while asked and now_s < 4000.0:
+        beat = table.beat(now_s)
+        table.ack(now_s, beat.sequence, holder.renew(now_s, [7], POLICY.duration_s))
+        asked = table.keep_live(now_s, 7, 1e9)
+        now_s += POLICY.interval_s
+    assert 1800.0 <= now_s <= 1800.0 + 2 * POLICY.interval_s
+    assert table.miss(7) is MissReason.EXPIRED
+    assert [hold.grant.lease_id for hold in holder.take_ended()] == [7]
 
 
 def test_a_dropped_lease_is_renewed_no_longer(table: RenewalTable) -> None:
