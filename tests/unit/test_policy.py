@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.bench.eviction_policy import reused_tokens
+from tests.bench.gap_policy import Visit
 
 from kvlease.core.policy import LeaseUse, PrefillCost, eviction_order, keep_value
 from kvlease.core.reuse import RETURNS_WITHIN_S, ReuseHistory, ReuseModel
@@ -129,3 +131,19 @@ def test_value_is_seconds_per_byte_and_second() -> None:
     model = ReuseModel()
     expected = model.rate(0, 10.0) * COST.seconds(1000)
     assert keep_value(USE, model, COST) == pytest.approx(expected / (1 << 20))
+
+
+def test_a_tight_budget_saves_more_in_our_order_than_least_recently_used() -> None:
+    draws = random.Random(11)
+    visits: list[Visit] = []
+    due: list[tuple[float, int]] = []
+    for second in range(0, 4000, 2):
+        back = [item for item in due if item[0] <= second]
+        parent = back[0][1] if back else -1
+        if back:
+            due.remove(back[0])
+        visits.append(Visit(float(second), 1024, parent, 1024 if back else 0))
+        if draws.random() < 0.5:
+            due.append((second + draws.uniform(60.0, 180.0), len(visits) - 1))
+    lru, ours = (reused_tokens(visits, 8, ours=own) for own in (False, True))
+    assert ours > 1.4 * max(lru, 1024)
