@@ -4,6 +4,7 @@ Jaeger is built from its Go module once, which takes minutes; the sink stands fo
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -168,3 +169,19 @@ def test_a_machine_without_go_is_told_how_to_get_jaeger(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JaegerError, match=r"there is no Go here: install Go 1\.2"):
         ensure_jaeger(print)
+
+
+async def test_kvlease_dev_has_sent_the_traces_of_every_part_when_it_ends() -> None:
+    options = ("--engine", "sim", "--store", "memory", "--check", "--output", "json")
+    async with OtlpSink() as sink:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvlease.cli", "dev", *options, "--otlp-endpoint", sink.endpoint),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(100):
+            _, log = await process.communicate()
+        assert process.returncode == 0, log.decode()
+        services = {span.service for span in sink.spans}
+        assert services == {"kvlease-router", "kvlease-registry", "kvlease-sidecar", "kvlease-sim"}
+        assert "readback" in {span.attributes[attributes.PATH] for span in sink.named(attributes.TURN)}
