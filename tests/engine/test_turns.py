@@ -1,12 +1,11 @@
 """A conversation's turns on real engines: what is reused, by how many readers, and that it equals a cold run."""
 
 import asyncio
-import json
 import math
-from collections.abc import AsyncIterator
-from typing import Any
+import uuid
 
 import pytest
+from tests.engine.by_hand import read_order, reading, send
 from tests.engine.pair import (
     MODEL,
     Message,
@@ -111,26 +110,26 @@ async def test_branches_read_one_lease_at_the_same_time(pair: Pair) -> None:
 async def test_readers_share_a_lease_that_survived_the_churn_of_its_engine(pair: Pair) -> None:
     history = opening(FIRST + " churned")
     first = await pair.turn(history)
-    kept = await kept_tokens(pair, history, first.reply)
+    shared = reusable_tokens(
+        await kept_tokens(pair, history, first.reply),
+        await pair.tokens(continued(history, first.reply, THIRD)),
+    )
     branches = [continued(history, first.reply, f"{name}: {THIRD}") for name in ("a", "b", "c")]
-    await pair.reset_cache(EngineRole.PREFILL)
-    # The first reader's stream stays open: the lease is not superseded, and later readers are branches.
-    earlier = open_stream(pair, branches[0])
-    reply = Completion()
-    reply.add(await anext(earlier))
+    bytes_a_reader = shared // BLOCK_TOKENS * await pair.block_bytes()
+    await read_alone(pair, first, branches[0], bytes_a_reader)
     await churn(pair)
+    for branch in branches[1:]:
+        await read_alone(pair, first, branch, bytes_a_reader)
+
+
+async def read_alone(pair: Pair, turn: Outcome, history: list[Message], read_bytes: int) -> None:
+    """P, which has forgotten all, READs a turn's lease under a pin of its own, and answers as a cold run does."""
     await pair.reset_cache(EngineRole.PREFILL)
-    turns = await asyncio.gather(*(pair.turn(branch) for branch in branches[1:]))
-    conversation = await pair.conversation(first.headers["X-Conversation-Id"])
-    assert conversation["lease"]["lease_id"] == first.record["lease_id"]
-    async for chunk in earlier:
-        reply.add(chunk)
-        if len(reply.tokens) >= 24:
-            break
-    await earlier.aclose()
-    assert reply.equals(await pair.cold(branches[0], max_tokens=len(reply.tokens)))
-    for branch, turn in zip(branches[1:], turns, strict=True):
-        await assert_read_back(pair, turn, kept, branch)
+    before = await pair.bytes_read(EngineRole.PREFILL)
+    order = await read_order(pair, turn, f"reader-{uuid.uuid4().hex}")
+    reply = await send(pair, EngineRole.PREFILL, history, reading(order))
+    assert await pair.bytes_read(EngineRole.PREFILL) - before == read_bytes
+    assert reply.equals(await pair.cold(history))
 
 
 async def assert_read_back(pair: Pair, turn: Outcome, kept: list[int], history: list[Message]) -> None:
@@ -149,16 +148,6 @@ async def churn(pair: Pair) -> None:
         prompt = f"{number:04d} " + "churn" * prompt_tokens
         body = {"model": MODEL, "prompt": prompt[:prompt_tokens], "max_tokens": 1, "temperature": 0}
         await pair.post(f"{pair.url(EngineRole.DECODE)}/v1/completions", body)
-
-
-async def open_stream(pair: Pair, history: list[Message]) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a long reply, as they come."""
-    body = request_body(history, max_tokens=5000)
-    async with pair.session.post(f"{pair.stack.router_url}/v1/chat/completions", json=body) as response:
-        assert response.headers["X-Kvlease-Route"] == "readback; long_suffix"
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
 
 
 @pytest.mark.parametrize(
