@@ -187,3 +187,19 @@ def test_estimates_learn_the_conversations_own_ratio() -> None:
     assert learnt.tokens(100) == 150
     assert learnt.learnt(0, 600) == learnt
     assert learnt.learnt(900, 0) == learnt
+
+
+def test_arguments_of_a_tool_nested_beyond_reason_are_taken_as_they_stand() -> None:
+    function = {"name": "f", "arguments": "[" * 100_000}
+    call = {"id": "call-1", "type": "function", "function": function}
+    request = chat(USER)
+    leaf = request.leaf(Reply("", (call,)))
+    sent_back = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert chat(USER, sent_back, USER).suffix_bytes(leaf) is not None
+
+
+def test_arguments_of_a_tool_of_any_depth_make_a_chain() -> None:
+    for depth in range(200, 1200, 10):
+        function = {"name": "f", "arguments": "[" * depth + "]" * depth}
+        call = {"id": "call-1", "type": "function", "function": function}
+        assert chat(USER).leaf(Reply("", (call,))).key

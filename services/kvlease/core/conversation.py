@@ -274,9 +274,10 @@ def _tool_call(call: object) -> object:
         return fields
     named = cast("dict[str, Any]", function)
     arguments = named.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
+    # A model may write anything: what does not parse, or is nested too deeply, counts as it stands.
+    with suppress(ValueError, RecursionError):
+        parsed: object = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = _canonical(parsed).decode()
     return {"id": fields.get("id"), "name": named.get("name"), "arguments": arguments}
 
 
