@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvlease.core.errors import NotOwner, UnknownEngine
+from kvlease.core.errors import NotOwner, UnknownEngine, VersionMismatch
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, LeaseState, MissReason
 from kvlease.core.records import EngineRole, Pinned
@@ -247,6 +247,20 @@ async def test_a_reader_pins_and_unpins_through_its_own_sidecar(fleet: Fleet, wh
 async def test_a_reader_hears_of_a_dead_peer_as_a_miss(fleet: Fleet) -> None:
     reader = await fleet.connector(await fleet.sidecar())
     ask = replace(make_ask(1), holder=Holder("gone", "boot-1"))
+    assert await reader.remote_pin(ask, "127.0.0.1:1") is MissReason.UNREACHABLE
+
+
+async def test_a_peer_that_refuses_a_question_breaks_no_stream(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise VersionMismatch("another version")
+
+    sidecar = await fleet.sidecar()
+    reader = await fleet.connector(sidecar)
+    ask = replace(make_ask(1), holder=Holder("elsewhere", "boot-1"))
+    monkeypatch.setattr(GrpcSidecars, "pin", refuse)
+    assert await reader.remote_pin(ask, "127.0.0.1:1") is MissReason.UNREACHABLE
     assert await reader.remote_pin(ask, "127.0.0.1:1") is MissReason.UNREACHABLE
 
 

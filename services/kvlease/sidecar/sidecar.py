@@ -102,7 +102,9 @@ class Sidecar:
             return await self.pin(ask, wait_for_offer_s)
         try:
             return await self._peers.pin(address, ask, wait_for_offer_s, self._config.peer_call_s)
-        except HolderUnreachable:
+        except KvleaseError as error:
+            # Whatever a peer makes of it: one question must not end the stream, and with it every lease here.
+            _log.info("a pin was not answered", extra={"address": address, "reason": str(error)})
             return MissReason.UNREACHABLE
 
     async def remote_unpin(self, holder: Holder, lease_id: int, pin_id: str, address: str) -> None:
