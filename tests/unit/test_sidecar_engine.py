@@ -1,5 +1,6 @@
 """What a sidecar believes of an engine follows the connector, in whichever order its threads send."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -42,11 +43,14 @@ class Link:
 
     def __init__(self) -> None:
         self.orders: list[tuple[int, ...]] = []
+        self.known: set[int] | None = None
 
     async def renew(self, *_: object) -> dict[int, MissReason]:
         return {}
 
-    async def pin(self, ask: PinAsk) -> Pinned:
+    async def pin(self, ask: PinAsk) -> Pinned | MissReason:
+        if self.known is not None and ask.lease_id not in self.known:
+            return MissReason.UNKNOWN
         return Pinned(ask.holder, 64)
 
     def order_evictions(self, lease_ids: Sequence[int]) -> None:
@@ -182,3 +186,39 @@ async def test_the_gaps_of_conversations_teach_what_is_worth_keeping(
     engine.offer(offer(1000, exclusive_bytes=4096))
     await engine.renew([399, 1000], 20.0, [], 0.0)
     assert link.orders[-1] == (1000, 399)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_of_two_that_wait_for_an_offer_one_that_gives_up_costs_the_other_nothing(
+    engine: AttachedEngine, link: Link
+) -> None:
+    link.known = set()
+    asks = [PinAsk(1, pin_id, HOLDER, "t", reservation_s=30.0) for pin_id in ("a", "b")]
+    gives_up, stays = (
+        asyncio.create_task(engine.pin(ask, wait_s)) for ask, wait_s in zip(asks, (0.001, 2.0), strict=True)
+    )
+    await settle()
+    assert await gives_up is MissReason.UNKNOWN
+    link.known = {1}
+    engine.offer(offer(1))
+    assert isinstance(await stays, Pinned)
+
+
+async def test_pins_that_are_cancelled_while_they_wait_take_no_place_from_later_ones(
+    engine: AttachedEngine, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlease.sidecar.engine.OFFER_WAITERS_MAX", 1)
+    link.known = set()
+    cancelled = asyncio.create_task(engine.pin(PinAsk(1, "a", HOLDER, "t", reservation_s=30.0), 60.0))
+    await settle()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    later = asyncio.create_task(engine.pin(PinAsk(2, "b", HOLDER, "t", reservation_s=30.0), 60.0))
+    await settle()
+    link.known = {2}
+    engine.offer(offer(2))
+    assert isinstance(await later, Pinned)

@@ -79,7 +79,7 @@ class AttachedEngine:
         self._ordered: tuple[int, ...] = ()
         self._ranked_s = -math.inf
         self._rank_due = False
-        self._waiters: dict[int, asyncio.Event] = {}
+        self._waiters: dict[int, list[asyncio.Event]] = {}
         self._early: OrderedDict[int, HoldEvent] = OrderedDict()
 
     # --- what the connector says --------------------------------------------------------------------------
@@ -99,8 +99,7 @@ class AttachedEngine:
         turns = known.turns if known is not None else self._note_grant(now_s, offer)
         self._leases[lease_id] = _Offered(offer, since_s, now_s + offer.remaining_s, offer.remaining_s, turns)
         self._rank_due = True
-        waiter = self._waiters.get(lease_id)
-        if waiter is not None:
+        for waiter in self._waiters.get(lease_id, ()):
             waiter.set()
         if not offer.provisional:
             self._record(offer)
@@ -192,14 +191,19 @@ class AttachedEngine:
         """Whether a lease is offered, or will be within `seconds`."""
         if lease_id in self._leases:
             return True
-        if len(self._waiters) >= OFFER_WAITERS_MAX:
+        if sum(map(len, self._waiters.values())) >= OFFER_WAITERS_MAX:
             return False
-        waiter = self._waiters.setdefault(lease_id, asyncio.Event())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await waiter.wait()
-        if self._waiters.get(lease_id) is waiter:
-            del self._waiters[lease_id]
+        waiter = asyncio.Event()
+        waiters = self._waiters.setdefault(lease_id, [])
+        waiters.append(waiter)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await waiter.wait()
+        finally:
+            waiters.remove(waiter)
+            if not waiters and self._waiters.get(lease_id) is waiters:
+                del self._waiters[lease_id]
         return waiter.is_set()
 
     def _rank(self, now_s: float) -> None:
