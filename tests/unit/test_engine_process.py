@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +158,4 @@ async def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_free_ports_are_distinct() -> None:
-    began_s = time.monotonic()
     assert len(set(free_ports(20))) == 20
-    assert time.monotonic() - began_s < 10
