@@ -12,7 +12,7 @@ GENERATED := $(VENV)/.generated
 PROTO_FILES := $(shell find protos -name '*.proto' 2>/dev/null)
 PYTEST_FLAGS ?=
 
-.PHONY: help up test test-all check bench soak engine-env protos format clean
+.PHONY: help up test test-all check bench engine-env protos format clean
 
 help: ## Show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,13 +64,8 @@ format: $(INSTALLED) ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(GENERATED) ## Run the benchmarks
-	@[ -d tests/bench ] || { echo "no benchmarks: tests/bench does not exist" >&2; exit 1; }
-	$(BIN)/python -m pytest tests/bench $(PYTEST_FLAGS)
-
-soak: $(GENERATED) ## Run the soak test
-	@[ -f tests/soak/run.py ] || { echo "no soak test: tests/soak/run.py does not exist" >&2; exit 1; }
-	$(BIN)/python tests/soak/run.py
+bench: $(GENERATED) engine-env ## Measure what retaining costs an idle decode engine (tests/bench has more)
+	$(BIN)/python -m tests.bench.idle_decode
 
 clean: ## Remove what was built in this clone (the user cache stays; see ~/.cache/kvlease)
 	rm -rf $(VENV) build dist services/kvlease/v1 services/kvlease/etcd
