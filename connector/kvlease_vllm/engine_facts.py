@@ -56,7 +56,10 @@ def describe_layout(
         "model": model.model,
         "revision": str(model.revision),
         "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "hf_overrides": _overrides_of(model.hf_overrides),
         "cache_dtype": str(cache.cache_dtype),
+        "calculate_kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
         "block_size": cache.block_size,
         "block_bytes": block_bytes,
         "groups": [type(group.kv_cache_spec).__name__ for group in groups],
@@ -72,6 +75,13 @@ def describe_layout(
         block_bytes=block_bytes * parallel.tensor_parallel_size,
         layout_hash=digest,
     )
+
+
+def _overrides_of(overrides: Any) -> str:
+    """What `--hf-overrides` changes, rope scaling for one: KV computed under others is other KV."""
+    if callable(overrides):
+        return f"{overrides.__module__}.{overrides.__qualname__}"
+    return json.dumps(overrides, sort_keys=True, default=str)
 
 
 def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any) -> str:
