@@ -558,6 +558,23 @@ async def test_kv_that_a_broken_decode_engine_may_be_reading_is_given_to_no_othe
     assert stack.registry.unpinned == []
 
 
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_decode_engine_that_answers_with_a_fault_is_replaced_where_another_can_serve(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, others: int
+) -> None:
+    async def fault(_request: web.Request, _received: Received) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "the engine core is dead"}}, status=500)
+
+    decode.script = fault
+    for number in range(others):
+        await stack.add(StubEngine(f"decode-{number + 2}", EngineRole.DECODE))
+    answer = await stack.chat(FIRST, stream=True)
+    if others:
+        assert (answer.status, answer.route) == (200, "recompute; decode_failed")
+    else:
+        assert (answer.status, answer.json["error"]["message"]) == (500, "the engine core is dead")
+
+
 async def test_without_a_decode_engine_the_client_is_told_to_come_back(stack: Stack) -> None:
     answer = await stack.chat(FIRST)
     assert (answer.status, answer.headers["Retry-After"]) == (503, "1")

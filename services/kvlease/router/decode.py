@@ -46,15 +46,19 @@ class DecodeLeg:
         self._services = services
 
     async def run(self, turn: Turn, handover: PinnedLease | None) -> None:
-        """Answers the client. An engine that fails before its first byte is replaced once."""
+        """Answers the client. An engine that fails before its first byte is replaced once.
+
+        So is one that answers with a fault of its own (5xx); where nobody can replace it, the client gets
+        that answer as it is.
+        """
         tried: set[str] = set()
-        for _ in range(TRIES_A_LEG):
+        for tries_left in reversed(range(TRIES_A_LEG)):
             engine = self._services.engines.get(turn.plan.decode_engine_id)
             tried.add(turn.plan.decode_engine_id)
             sent = False
             if engine is not None:
                 try:
-                    await self._try(turn, engine, handover)
+                    await self._try(turn, engine, handover, tried if tries_left else None)
                     return
                 except LegError as failed:
                     sent = failed.sent
@@ -73,6 +77,10 @@ class DecodeLeg:
             await turn.client.end()
         else:
             await broken(turn, 502, "the decode engine broke off its answer")
+
+    def _can_replace(self, turn: Turn, tried: set[str] | None) -> bool:
+        signals = self._services.engines.signals(turn.request.model)
+        return tried is not None and choose_decode(signals, without=tried) is not None
 
     def _replace_engine(self, turn: Turn, tried: set[str], handover: PinnedLease | None) -> bool:
         """Plans the turn for another decode engine.
@@ -93,7 +101,10 @@ class DecodeLeg:
             turn.change_plan(without_prefill(turn, PlanReason.DECODE_FAILED))
         return True
 
-    async def _try(self, turn: Turn, engine: Engine, handover: PinnedLease | None) -> None:
+    async def _try(
+        self, turn: Turn, engine: Engine, handover: PinnedLease | None, tried: set[str] | None
+    ) -> None:
+        """Relays one engine's answer; `tried` names the engines that may not replace it, None: nobody may."""
         services = self._services
         engine_id = engine.holder.engine_id
         turn.record.lease_id = services.random.lease_id() if turn.plan.keep else 0
@@ -107,6 +118,8 @@ class DecodeLeg:
         try:
             with services.engines.running(engine_id):
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
+                    if reply.status >= 500 and self._can_replace(turn, tried):
+                        raise LegError(f"the decode engine answered {reply.status}", sent=True)
                     await self._relay(turn, engine, handover, reply)
         except LegError as failed:
             services.engines.suspect(engine_id)
