@@ -24,7 +24,7 @@ class Holder:
 
     open: asyncio.Event = field(default_factory=asyncio.Event)
     calls: list[tuple[list[int], float, list[str], float]] = field(default_factory=list)
-    reachable: bool = True
+    fault: Exception | None = None
 
     async def renew(
         self,
@@ -36,8 +36,8 @@ class Holder:
     ) -> dict[int, MissReason]:
         self.calls.append((lease_ids, duration_s, pin_ids, reservation_s))
         await self.open.wait()
-        if not self.reachable:
-            raise HolderUnreachable("away")
+        if self.fault is not None:
+            raise self.fault
         return {lease_id: MissReason.EXPIRED for lease_id in lease_ids if lease_id >= 100}
 
 
@@ -86,8 +86,9 @@ async def test_each_session_hears_of_its_own_misses_only() -> None:
     assert len(holder.calls) == 1
 
 
-async def test_an_unreachable_holder_is_a_miss_of_every_lease_asked_for() -> None:
-    holder = Holder(reachable=False)
+@pytest.mark.parametrize("fault", [HolderUnreachable("away"), RuntimeError("a bug")])
+async def test_an_unreachable_holder_is_a_miss_of_every_lease_asked_for(fault: Exception) -> None:
+    holder = Holder(fault=fault)
     holder.open.set()
     renewals = EngineRenewals(holder.renew, 0.0, LoopClock())
     misses = await renew(renewals, ids(1, 2))

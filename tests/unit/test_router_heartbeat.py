@@ -69,33 +69,36 @@ async def test_a_lease_that_was_not_there_yet_is_asked_for_again_before_the_inte
 class BreakingRegistry(StubRegistry):
     """Breaks its first stream at the second beat."""
 
-    def __init__(self) -> None:
+    def __init__(self, fault: Exception) -> None:
         super().__init__()
         self.streams = 0
+        self.fault = fault
 
     @asynccontextmanager
     async def renew(self) -> AsyncIterator[StubRenewals]:
         self.streams += 1
-        yield BreakingRenewals(self, breaks=self.streams == 1)
+        yield BreakingRenewals(self, self.fault, breaks=self.streams == 1)
 
 
 class BreakingRenewals(StubRenewals):
-    def __init__(self, registry: StubRegistry, *, breaks: bool) -> None:
+    def __init__(self, registry: StubRegistry, fault: Exception, *, breaks: bool) -> None:
         super().__init__(registry)
+        self._fault = fault
         self._left = 1 if breaks else 1_000_000
 
     async def send(self, beat: Beat) -> None:
         if self._left == 0:
-            raise HolderUnreachable("broken")
+            raise self._fault
         self._left -= 1
         await super().send(beat)
 
 
+@pytest.mark.parametrize("fault", [HolderUnreachable("broken"), RuntimeError("a bug")])
 async def test_a_broken_stream_is_opened_again_with_a_complete_beat(
-    table: RenewalTable, monkeypatch: pytest.MonkeyPatch
+    table: RenewalTable, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     monkeypatch.setattr(heartbeat_module, "RECONNECT_S", 0.0)
-    registry = BreakingRegistry()
+    registry = BreakingRegistry(fault)
     table.expect(LoopClock().now_s(), 7, "d")
     async with running(table, registry, 0.001):
         await eventually(lambda: len(registry.beats) >= 2)

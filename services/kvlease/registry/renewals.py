@@ -5,6 +5,7 @@ within `spacing_s` of the last one, what comes for the engine waits and goes as 
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from kvlease.core.clock import Clock
 from kvlease.core.errors import KvleaseError, QuotaExceeded
 from kvlease.core.lease import MissReason
+
+_log = logging.getLogger(__name__)
 
 _LASTING = frozenset(MissReason) - {MissReason.UNREACHABLE, MissReason.UNKNOWN}
 """Misses after which a renewal is of no more use; an unknown lease may still be offered."""
@@ -233,4 +236,8 @@ class EngineRenewals:
         try:
             return await self._renew(engine_id, lease_ids, batch.duration_s, pin_ids, batch.reservation_s)
         except (KvleaseError, TimeoutError):
+            return dict.fromkeys(lease_ids, MissReason.UNREACHABLE)
+        except Exception:
+            # A bug at one holder must not break the streams of all routers that renew there.
+            _log.exception("renewal failed", extra={"engine_id": engine_id})
             return dict.fromkeys(lease_ids, MissReason.UNREACHABLE)

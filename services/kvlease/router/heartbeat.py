@@ -40,6 +40,9 @@ class Heartbeat:
                 if not self._broken:
                     log.warning("heartbeat stream broke", extra={"error": type(error).__name__})
                 self._broken = True
+            except Exception:
+                # Without this task every lease of the router would expire in silence.
+                log.exception("heartbeat failed")
             self._table.resync()
             await asyncio.sleep(RECONNECT_S)
 
