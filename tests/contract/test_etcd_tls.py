@@ -1,9 +1,9 @@
 """The store over mutual TLS, with certificates made for the test."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
+import trustme
 
 from kvlease.core.errors import InvalidArgument, StoreUnavailable
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
@@ -12,29 +12,16 @@ from stubs.etcd import options_of
 from stubs.records import engine
 
 
-def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
-
-
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
     """`ca.pem`, and `server` and `client` certificates that it signed, each with its key."""
-    new = ("req", "-newkey", "rsa:2048", "-nodes")
-    openssl(
-        tmp_path, *new, "-x509", "-days", "2", "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem"
-    )
-    for name, extension in (
-        ("server", "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth"),
-        ("client", "extendedKeyUsage=clientAuth"),
-    ):
-        (tmp_path / f"{name}.ext").write_text(extension)
-        openssl(tmp_path, *new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        signer = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
-        openssl(
-            tmp_path,
-            *("x509", "-req", "-in", f"{name}.csr", *signer),
-            *("-extfile", f"{name}.ext", "-out", f"{name}.pem"),
-        )
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name in ("server", "client"):
+        certificate = authority.issue_cert("127.0.0.1", common_name=name)
+        certificate.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        for blob in certificate.cert_chain_pems:
+            blob.write_to_path(tmp_path / f"{name}.pem", append=True)
     return tmp_path
 
 

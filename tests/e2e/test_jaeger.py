@@ -56,7 +56,9 @@ class SinkCollector:
         ]
 
 
-REAL = pytest.param("jaeger", marks=[pytest.mark.engine, pytest.mark.timeout(BUILD_S + 120)])
+REAL = pytest.param(
+    "jaeger", marks=[pytest.mark.engine, pytest.mark.jaeger, pytest.mark.timeout(BUILD_S + 120)]
+)
 
 
 @pytest.fixture(params=["sink", REAL])
