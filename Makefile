@@ -55,7 +55,7 @@ check: $(GENERATED) ## Format, lint, types, layers, protos and the fast tests
 	fi
 	$(BIN)/python -m pytest -m "not engine" $(PYTEST_FLAGS)
 
-test: $(GENERATED) engine-env ## Set up everything and run all tests, real engines included
+test: $(GENERATED) engine-env ## Set up everything and run the tests, real engines included (all but one: see test-all)
 	@if [ -z "$$CI" ] && ! command -v go >/dev/null; then \
 	  echo "==> Go is not installed: the tests against a real Jaeger, which is built with it, are left out"; \
 	  set -x; exec $(BIN)/python -m pytest -m "not jaeger and not holds_a_read" $(PYTEST_FLAGS); \
