@@ -8,23 +8,17 @@ from aiohttp import web
 
 from kvlease.core.clock import Clock
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.renewal import RenewalTable
-from kvlease.router.background import Background
+from kvlease.router.assembly import lasting_tasks, make_services
 from kvlease.router.config import RouterConfig
-from kvlease.router.conversations import ConversationTable
 from kvlease.router.engine_client import HttpEngines
-from kvlease.router.engines import EngineTable
-from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.http import Front, FrontOptions
-from kvlease.router.metrics import TurnMetrics
-from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
+from kvlease.router.ports import RandomPort, RegistryPort
 from kvlease.router.randomness import SystemRandom
 from kvlease.router.registry_client import GrpcRegistry
 from kvlease.router.routing_service import RoutingServicer
 from kvlease.router.runner import TurnRunner
 from kvlease.router.tracing import TracedRegistry, TurnTracing
 from kvlease.router.turn import TurnServices
-from kvlease.router.watch import follow
 from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry, make_telemetry
@@ -78,7 +72,10 @@ class RouterServer:
         """
         try:
             engine_port = await self._exit.enter_async_context(HttpEngines())
-            services = self._services(engine_port)
+            tracing = TurnTracing(self._telemetry.tracer)
+            services = make_services(
+                self._config, self._clock, self._registry, engine_port, self._random, tracing
+            )
             self._exit.push_async_callback(services.background.close)
             self._start_tasks(services)
             await self._start_grpc(services)
@@ -92,36 +89,9 @@ class RouterServer:
         """Refuses requests, lets turns in flight end within the grace, then stops everything. Idempotent."""
         await self._exit.aclose()
 
-    def _services(self, engine_port: EnginePort) -> TurnServices:
-        config = self._config
-        policy = config.renewal_policy()
-        renewals = RenewalTable(policy)
-        engines = EngineTable(self._clock, config.suspect_s, config.unregistered_s)
-        return TurnServices(
-            clock=self._clock,
-            engines=engines,
-            conversations=ConversationTable(
-                self._clock, renewals, engines, self._random, config.conversations_max
-            ),
-            renewals=renewals,
-            heartbeat=Heartbeat(renewals, self._registry, self._clock, policy.interval_s),
-            registry=self._registry,
-            engine_port=engine_port,
-            random=self._random,
-            background=Background(),
-            metrics=TurnMetrics(),
-            policy=policy,
-            limits=config.turn_limits(),
-            tracing=TurnTracing(self._telemetry.tracer),
-        )
-
     def _start_tasks(self, services: TurnServices) -> None:
         """The tasks that never end by themselves; one that fails is a bug, and says so in the log."""
-        tasks = [
-            asyncio.create_task(services.heartbeat.run()),
-            asyncio.create_task(follow("engines", self._registry.watch_engines, services.engines.apply)),
-            asyncio.create_task(follow("leases", self._registry.watch_leases, services.conversations.apply)),
-        ]
+        tasks = [asyncio.create_task(work) for work in lasting_tasks(services)]
         for task in tasks:
             task.add_done_callback(_log_failure)
 

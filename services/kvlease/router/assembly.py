@@ -1,0 +1,57 @@
+"""Puts the parts of a router together; the server and the simulation run the same ones."""
+
+from collections.abc import Coroutine
+from typing import Any
+
+from kvlease.core.clock import Clock
+from kvlease.core.renewal import RenewalTable
+from kvlease.router.background import Background
+from kvlease.router.config import RouterConfig
+from kvlease.router.conversations import ConversationTable
+from kvlease.router.engines import EngineTable
+from kvlease.router.heartbeat import Heartbeat
+from kvlease.router.metrics import TurnMetrics
+from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
+from kvlease.router.tracing import NO_TRACING, TurnTracing
+from kvlease.router.turn import TurnServices
+from kvlease.router.watch import follow
+
+
+def make_services(
+    config: RouterConfig,
+    clock: Clock,
+    registry: RegistryPort,
+    engine_port: EnginePort,
+    random: RandomPort,
+    tracing: TurnTracing = NO_TRACING,
+    renewals: RenewalTable | None = None,
+) -> TurnServices:
+    """A router's parts over its ports, with empty tables. `renewals` stands in for an empty table of its own."""
+    policy = config.renewal_policy()
+    table = RenewalTable(policy) if renewals is None else renewals
+    engines = EngineTable(clock, config.suspect_s, config.unregistered_s)
+    return TurnServices(
+        clock=clock,
+        engines=engines,
+        conversations=ConversationTable(clock, table, engines, random, config.conversations_max),
+        renewals=table,
+        heartbeat=Heartbeat(table, registry, clock, policy.interval_s),
+        registry=registry,
+        engine_port=engine_port,
+        random=random,
+        background=Background(),
+        metrics=TurnMetrics(),
+        policy=policy,
+        limits=config.turn_limits(),
+        tracing=tracing,
+    )
+
+
+def lasting_tasks(services: TurnServices) -> list[Coroutine[Any, Any, None]]:
+    """What runs as long as the router does."""
+    registry = services.registry
+    return [
+        services.heartbeat.run(),
+        follow("engines", registry.watch_engines, services.engines.apply),
+        follow("leases", registry.watch_leases, services.conversations.apply),
+    ]
