@@ -50,12 +50,12 @@ class Fleet:
             self.engines[sidecar_address].holder.unpin(lease_id, pin_id)
 
     async def read(
-        self, location: KvLocation, engine_id: str, block_ids: Sequence[int], landed: Landed
+        self, location: KvLocation, holder: Holder, block_ids: Sequence[int], landed: Landed
     ) -> None:
         self.started.set()
         await self.gate.wait()
         engine = self.engines.get(location.side_channel_host)
-        if engine is None or engine.holder.holder.engine_id != engine_id:
+        if engine is None or engine.holder.holder.boot_id != holder.boot_id:
             raise ReadFailed("gone")
         for place, block_id in enumerate(block_ids):
             landed(place, engine.pool.read(block_id))

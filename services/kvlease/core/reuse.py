@@ -33,7 +33,9 @@ class ReuseModel:
     def __init__(self) -> None:
         self._gaps = GapHistogram()
         self._returns = [_Returns() for _ in range(TURNS_TOLD_APART)]
-        self._rates: list[list[float]] = []
+        self._within: list[float] = []
+        self._shares: list[float] = []
+        self._rates: dict[tuple[int, int], float] = {}
         self._learnt = 0.0
 
     def went_on(self, turns: int, idle_s: float) -> None:
@@ -48,11 +50,16 @@ class ReuseModel:
     def rate(self, turns: int, idle_s: float) -> float:
         """Reuses per second that are to be expected of a conversation idle for so long; see the module."""
         known = PRIOR_WEIGHT + self._gaps.weight
-        if not self._rates or self._learnt > RELEARNT_SHARE * known:
-            within = [self._share_within(edge_s) for edge_s in EDGES_S]
-            self._rates = [_rates([returns.share * share for share in within]) for returns in self._returns]
+        if not self._within or self._learnt > RELEARNT_SHARE * known:
+            self._within = [self._share_within(edge_s) for edge_s in EDGES_S]
+            self._shares = [returns.share for returns in self._returns]
+            self._rates.clear()
             self._learnt = 0.0
-        return self._rates[min(turns, TURNS_TOLD_APART - 1)][bucket_of(idle_s)]
+        asked = min(turns, TURNS_TOLD_APART - 1), bucket_of(idle_s)
+        rate = self._rates.get(asked)
+        if rate is None:
+            rate = self._rates[asked] = _rate(self._shares[asked[0]], self._within, asked[1])
+        return rate
 
     def _count(self, turns: int, went_on: float) -> None:
         self._returns[min(turns, TURNS_TOLD_APART - 1)].count(went_on)
@@ -80,17 +87,19 @@ class _Returns:
         return (self.went_on + PRIOR_RETURNS * PRIOR_WEIGHT) / (self.turns + PRIOR_WEIGHT)
 
 
-def _rates(returned: list[float]) -> list[float]:
-    """The rate of reuse for each bucket of idle time, from the share that has returned by each edge."""
-    rates: list[float] = []
-    for begin in range(BUCKETS):
-        occupied_s = best = 0.0
-        for end in range(begin + 1, BUCKETS + 1):
-            away = 1.0 - (returned[end - 1] + returned[end]) / 2
-            occupied_s += (EDGES_S[end] - EDGES_S[end - 1]) * away
-            best = max(best, (returned[end] - returned[begin]) / occupied_s)
-        rates.append(best)
-    return rates
+def _rate(share: float, within: list[float], begin: int) -> float:
+    """The rate of reuse from a bucket of idle time on.
+
+    Args:
+        share: of the turns that are followed by another.
+        within: of those, by each edge, the share that has been followed.
+    """
+    occupied_s = best = 0.0
+    for end in range(begin + 1, BUCKETS + 1):
+        away = 1.0 - share * (within[end - 1] + within[end]) / 2
+        occupied_s += (EDGES_S[end] - EDGES_S[end - 1]) * away
+        best = max(best, share * (within[end] - within[begin]) / occupied_s)
+    return best
 
 
 @dataclass(slots=True)

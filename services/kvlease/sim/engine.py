@@ -343,18 +343,20 @@ class SimEngine:
         missing = max(1, len(work.tokens) - work.computed * self.settings.block_size)
         await asyncio.sleep(missing * self.settings.prefill_token_s)
         keys = self._cache_keys(work, len(work.tokens))
-        for place in range(work.computed, self._blocks_of(len(work.tokens))):
-            self._compute(work, place)
-            if place < len(keys):
-                self.pool.cache(work.blocks[place], keys[place])
+        first = work.computed
+        self._compute(work, first)
+        for place in range(first, len(keys)):
+            self.pool.cache(work.blocks[place], keys[place])
 
-    def _compute(self, work: Work, place: int) -> None:
-        """The KV of one block, on top of what the blocks before it hold."""
-        size = self.settings.block_size
-        before = map(self.pool.read, work.blocks[:place])
-        state = self._model.attend(self._model.start(), before)
-        tokens = work.tokens[place * size : (place + 1) * size]
-        self.pool.write(work.blocks[place], self._model.compute(state, tokens))
+    def _compute(self, work: Work, first: int) -> None:
+        """The KV from one block on, each on top of what the blocks before it hold."""
+        size, pool, model = self.settings.block_size, self.pool, self._model
+        state = model.attend(model.start(), map(pool.read, work.blocks[:first]))
+        for place in range(first, self._blocks_of(len(work.tokens))):
+            tokens = work.tokens[place * size : (place + 1) * size]
+            content = model.compute(state, tokens)
+            pool.write(work.blocks[place], content)
+            state = model.attend(state, [content])
 
     async def _admit(self, work: Work, keys: list[bytes]) -> None:
         """Takes the request's blocks, all of its reply too: what the prefix cache holds, and others.

@@ -32,9 +32,11 @@ class Transfers(Protocol):
     """One-sided READs of other engines' blocks."""
 
     def read(
-        self, location: KvLocation, engine_id: str, block_ids: Sequence[int], landed: Landed
+        self, location: KvLocation, holder: Holder, block_ids: Sequence[int], landed: Landed
     ) -> Coroutine[Any, Any, None]:
-        """READs blocks. Whatever the reader does meanwhile, blocks may land until this returns.
+        """READs blocks of one engine process, never of another at its place.
+
+        Whatever the reader does meanwhile, blocks may land until this returns.
 
         Raises:
             ReadFailed: not all blocks arrived.

@@ -13,7 +13,7 @@ from kvlease.core.ids import Holder
 from kvlease.core.records import BlockList, KvLocation, Pinned
 from kvlease.core.turn import ReadOrder
 from kvlease.sim.pool import BlockPool
-from kvlease.sim.ports import ReadFailed, RemotePins, Transfers
+from kvlease.sim.ports import Landed, ReadFailed, RemotePins, Transfers
 
 FENCE_SHARE = 0.8
 """Share of a read part that the reader may count on: clocks drift by at most 10 % on either side."""
@@ -133,12 +133,7 @@ class Reader:
         has ended, and the caller drops its own references.
         """
         owned = tuple(destination)
-
-        def land(place: int, content: bytes) -> None:
-            self._pool.write(owned[place], content)
-            self.counters["bytes_read"] += block_bytes
-
-        transfer = self._transfers.read(read.location, read.holder.engine_id, source, land)
+        transfer = self._transfers.read(read.location, read.holder, source, self._landing(owned, block_bytes))
         task = asyncio.create_task(_contained(transfer))
         self._running.add(task)
         task.add_done_callback(self._ended)
@@ -163,6 +158,15 @@ class Reader:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _landing(self, owned: tuple[int, ...], block_bytes: int) -> Landed:
+        """Writes what arrives into the blocks that were named, whoever has them by then."""
+
+        def land(place: int, content: bytes) -> None:
+            self._pool.write(owned[place], content)
+            self.counters["bytes_read"] += block_bytes
+
+        return land
 
     def _is_in_time(self, read: PinnedRead) -> bool:
         return self._clock.now_s() < read.fence_s

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
+from kvlease.core.ids import Holder
 from kvlease.core.records import KvLocation
 from kvlease.sim.engine import SimEngine
 from kvlease.sim.ports import Landed, ReadFailed
@@ -25,7 +26,7 @@ class SideChannel:
         self._connect_s = connect_s
 
     async def read(
-        self, location: KvLocation, engine_id: str, block_ids: Sequence[int], landed: Landed
+        self, location: KvLocation, holder: Holder, block_ids: Sequence[int], landed: Landed
     ) -> None:
         """READs blocks one by one."""
         try:
@@ -37,7 +38,7 @@ class SideChannel:
             raise ReadFailed("the holder does not answer") from error
         try:
             for place, block_id in enumerate(block_ids):
-                question = {"engine_id": engine_id, "block_id": block_id}
+                question = {"boot_id": holder.boot_id, "block_id": block_id}
                 writer.write(json.dumps(question).encode() + b"\n")
                 await asyncio.sleep(self._block_s)
                 line = await reader.readline()
@@ -58,7 +59,7 @@ async def serve_side_channel(engine: SimEngine, host: str, port: int) -> AsyncGe
         try:
             while line := await reader.readline():
                 question = json.loads(line)
-                if question["engine_id"] != engine.holder.holder.engine_id:
+                if question["boot_id"] != engine.holder.holder.boot_id:
                     writer.write(b"!\n")
                     break
                 writer.write(engine.pool.read(question["block_id"]).hex().encode() + b"\n")

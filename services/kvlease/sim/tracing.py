@@ -69,11 +69,11 @@ class TracedTransfers:
         self._block_bytes = block_bytes
 
     def read(
-        self, location: KvLocation, engine_id: str, block_ids: Sequence[int], landed: Landed
+        self, location: KvLocation, holder: Holder, block_ids: Sequence[int], landed: Landed
     ) -> Coroutine[Any, Any, None]:
         """READs blocks."""
-        transfer = self._inner.read(location, engine_id, block_ids, landed)
-        return self._traced(transfer, engine_id, len(block_ids)) if is_traced() else transfer
+        transfer = self._inner.read(location, holder, block_ids, landed)
+        return self._traced(transfer, holder.engine_id, len(block_ids)) if is_traced() else transfer
 
     async def _traced(self, transfer: Coroutine[Any, Any, None], engine_id: str, blocks: int) -> None:
         with self._tracer.start_as_current_span(

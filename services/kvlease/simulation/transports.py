@@ -171,7 +171,7 @@ class SimTransfers:
         self._read_s = read_s
 
     async def read(
-        self, location: KvLocation, engine_id: str, block_ids: Sequence[int], landed: Landed
+        self, location: KvLocation, holder: Holder, block_ids: Sequence[int], landed: Landed
     ) -> None:
         """READs blocks in the order in which the network brings them."""
         node = location.side_channel_host
@@ -183,7 +183,7 @@ class SimTransfers:
             await asyncio.sleep(total_s / len(places))
             await self._network.awake(node)
             engine = self._nodes.engine(node)
-            if engine is None or engine.holder.holder.engine_id != engine_id:
+            if engine is None or engine.holder.holder.boot_id != holder.boot_id:
                 raise ReadFailed("the holder is gone")
             landed(place, engine.pool.read(block_ids[place]))
         await self._network.awake(self._reader)
