@@ -276,11 +276,22 @@ class Pair:
 
             await eventually(at_base, f"every block of the {role.value} engine is free")
 
-    async def reset_cache(self, role: EngineRole) -> int:
-        """Clears an engine's prefix cache, and with it every lease; the HTTP status."""
-        async with self.session.post(f"{self.url(role)}/reset_prefix_cache") as response:
-            await response.read()
-            return response.status
+    async def reset_cache(self, role: EngineRole) -> None:
+        """Clears an engine's prefix cache, and with it every lease.
+
+        Waits for blocks that are still on their way to a reader, for which vLLM refuses to clear anything.
+        """
+
+        async def is_cleared() -> bool:
+            async with self.session.post(f"{self.url(role)}/reset_prefix_cache") as response:
+                response.raise_for_status()
+                answer = json.loads(await response.text() or "{}")
+            if answer.get("success", True):  # vLLM 0.26 does not say
+                return True
+            await self.poke(role)
+            return False
+
+        await eventually(is_cleared, f"the prefix cache of the {role.value} engine is cleared")
 
     async def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
