@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvlease.core.errors import InvalidArgument, KvleaseError, NotOwner, StoreUnavailable
+from kvlease.core.errors import InvalidArgument, KvleaseError, NotOwner, StoreUnavailable, UnknownEngine
 from kvlease.core.lease import LeaseEvent, MissReason
 from kvlease.core.records import EngineRole, Pinned
 from kvlease.registry.config import RegistryConfig
@@ -313,3 +313,36 @@ async def test_a_silent_holder_delays_no_renewal_of_a_later_heartbeat_elsewhere(
     assert [ack.sequence for ack in acks] == [1, 2]
     assert [misses_from_wire(ack.misses) for ack in acks] == 2 * [{7: MissReason.UNREACHABLE}]
     await session.done_writing()
+
+
+async def test_a_drained_engine_is_registered_so_until_it_is_undone_also_when_it_attaches_again(
+    fleet: Fleet, registry: registry_pb2_grpc.RegistryServiceStub
+) -> None:
+    sidecar = await fleet.sidecar()
+    connector = await fleet.connector(sidecar)
+
+    async def drains() -> list[bool]:
+        listed = await registry.ListEngines(messages.ListEnginesRequest(), timeout=DEADLINE_S)
+        return [engine_from_wire(engine).draining for engine in listed.engines]
+
+    async def is_draining() -> bool:
+        return await drains() == [True]
+
+    async def is_serving() -> bool:
+        return await drains() == [False]
+
+    await registry.DrainEngine(messages.DrainEngineRequest(engine_id="decode-1"), timeout=DEADLINE_S)
+    await until(is_draining)
+    await connector.detach()
+    await connector.attach(sidecar.socket_path)
+    await until(is_draining)
+    undo = messages.DrainEngineRequest(engine_id="decode-1", undo=True)
+    await registry.DrainEngine(undo, timeout=DEADLINE_S)
+    await until(is_serving)
+
+
+async def test_an_engine_that_nobody_registered_cannot_be_drained(
+    fleet: Fleet, registry: registry_pb2_grpc.RegistryServiceStub
+) -> None:
+    call = registry.DrainEngine(messages.DrainEngineRequest(engine_id="nobody"), timeout=DEADLINE_S)
+    assert isinstance(await refused(call), UnknownEngine)

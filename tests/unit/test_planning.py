@@ -158,3 +158,14 @@ def test_an_engine_without_a_sidecar_serves_alone_and_only_when_there_is_no_othe
     assert planned(PlanReason.LEASE_LOST, alone, DECODE) == Plan(
         TurnPath.RECOMPUTE, PlanReason.ENGINE_UNREGISTERED, "d"
     )
+
+
+def test_a_draining_engine_gets_no_turn_and_its_leases_are_read() -> None:
+    draining = replace(DECODE, draining=True)
+    other = replace(DECODE, engine_id="other")
+    assert planned(PlanReason.FIRST_TURN, PREFILL, draining, other).decode_engine_id == "other"
+    made = planned(LeaseSignal("d", 10, 1000), PREFILL, draining, other)
+    assert (made.path, made.decode_engine_id) == (TurnPath.READBACK, "other")
+    assert plan(TurnSignals(PlanReason.FIRST_TURN, (PREFILL, draining))) is None
+    alone = planned(PlanReason.FIRST_TURN, replace(PREFILL, draining=True), DECODE)
+    assert alone == Plan(TurnPath.RECOMPUTE, PlanReason.NO_PREFILL_ENGINE, "d")

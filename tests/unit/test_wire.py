@@ -54,6 +54,7 @@ def test_an_engine_comes_back_the_same() -> None:
         False,
         False,
         "why",
+        draining=True,
     )
     assert engines.engine_from_wire(engines.engine_to_wire(engine)) == engine
 

@@ -83,6 +83,7 @@ class EngineSignal:
         running: turns in flight.
         suspect: a call to it failed a moment ago; chosen only when there is no other.
         registered: False when only the engine itself is left, without a sidecar that speaks for it.
+        draining: gets no new turns; its leases are read.
     """
 
     engine_id: str
@@ -93,6 +94,7 @@ class EngineSignal:
     running: int = 0
     suspect: bool = False
     registered: bool = True
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,9 @@ def choose_decode(
 
     The one that has its blocks, else the one with the fewest turns in flight.
     """
-    able = [e for e in engines if e.role is EngineRole.DECODE and e.engine_id not in without]
+    able = [
+        e for e in engines if e.role is EngineRole.DECODE and not e.draining and e.engine_id not in without
+    ]
     return min(able, key=lambda e: (e.suspect, e.engine_id != affinity, e.running, e.engine_id), default=None)
 
 
@@ -184,6 +188,7 @@ def choose_prefill(
         e
         for e in engines
         if e.role is EngineRole.PREFILL
+        and not e.draining
         and e.engine_id not in without
         and e.retain
         and decode.retain
@@ -193,7 +198,7 @@ def choose_prefill(
 
 
 def _pair(engines: tuple[EngineSignal, ...], decode: EngineSignal) -> tuple[EngineSignal | None, PlanReason]:
-    prefills = [e for e in engines if e.role is EngineRole.PREFILL]
+    prefills = [e for e in engines if e.role is EngineRole.PREFILL and not e.draining]
     chosen = choose_prefill(prefills, decode)
     if not decode.registered or (prefills and not any(e.registered for e in prefills)):
         return None, PlanReason.ENGINE_UNREGISTERED

@@ -51,6 +51,7 @@ class Engine:
         url: base URL of the OpenAI API as routers reach it, without a trailing slash.
         sidecar_address: host:port of the sidecar's gRPC server.
         retain: whether the engine can retain and read; if not, `retain_refusal` says why.
+        draining: an operator wants it to get no new turns.
     """
 
     holder: Holder
@@ -65,6 +66,7 @@ class Engine:
     prefix_caching: bool = True
     retain: bool = True
     retain_refusal: str = ""
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

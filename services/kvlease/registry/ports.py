@@ -40,3 +40,7 @@ class SidecarTransport(Protocol):
     ) -> MissReason | None:
         """Ends a lease; idempotent. None, or what it was already."""
         ...
+
+    async def drain(self, address: str, engine_id: str, deadline_s: float, *, undo: bool) -> None:
+        """Keeps new turns away from an engine, or lets them come again; idempotent."""
+        ...

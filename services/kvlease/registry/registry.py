@@ -106,6 +106,16 @@ class Registry:
             superseded=False,
         )
 
+    async def drain(self, engine_id: str, *, undo: bool) -> None:
+        """Keeps new turns away from an engine, or lets them come again; routers learn of it by their watch.
+
+        Raises:
+            UnknownEngine: no such engine is registered.
+            HolderUnreachable: its sidecar did not answer.
+        """
+        address = (await self._registered(engine_id)).sidecar_address
+        await self._sidecars.drain(address, engine_id, self._config.sidecar_call_s, undo=undo)
+
     def open_session(self) -> RenewalSession:
         """A session of heartbeats, for one stream."""
         return RenewalSession(self._config.session_ids_max)
@@ -156,9 +166,7 @@ class Registry:
         pin_ids: list[str],
         reservation_s: float,
     ) -> dict[int, MissReason]:
-        engine = await self._engine(engine_id)
-        if engine is None:
-            raise UnknownEngine(f"engine {engine_id} is not registered")
+        engine = await self._registered(engine_id)
         return await self._sidecars.renew(
             engine.sidecar_address,
             engine_id,
@@ -168,6 +176,12 @@ class Registry:
             reservation_s,
             self._config.renew_call_s,
         )
+
+    async def _registered(self, engine_id: str) -> Engine:
+        engine = await self._engine(engine_id)
+        if engine is None:
+            raise UnknownEngine(f"engine {engine_id} is not registered")
+        return engine
 
     async def _engine(self, engine_id: str) -> Engine | None:
         known = self._directory.get(engine_id)

@@ -134,6 +134,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
         return registry_pb2.ReleaseLeaseResponse(miss=miss_to_wire(miss))
 
+    async def DrainEngine(
+        self, request: registry_pb2.DrainEngineRequest, context: Any
+    ) -> registry_pb2.DrainEngineResponse:
+        """Keeps new turns away from an engine, or lets them come again; idempotent."""
+        await self._registry.drain(text_from_wire(request.engine_id, "engine_id"), undo=request.undo)
+        return registry_pb2.DrainEngineResponse()
+
     @asynccontextmanager
     async def _stream(self, context: Any) -> AsyncGenerator[None, None]:
         """A handler that lasts as long as its caller wants, or until the registry stops."""

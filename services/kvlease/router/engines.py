@@ -126,4 +126,5 @@ class EngineTable:
             running=self._running[engine_id],
             suspect=not registered or now_s < self._suspect_until_s.get(engine_id, now_s),
             registered=registered,
+            draining=engine.draining,
         )

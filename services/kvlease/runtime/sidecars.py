@@ -82,6 +82,11 @@ class GrpcSidecars:
         response = await _heard(stub.ReadGauges(request, timeout=deadline_s))
         return gauges_from_wire(response.gauges)
 
+    async def drain(self, address: str, engine_id: str, deadline_s: float, *, undo: bool) -> None:
+        """Keeps new turns away from an engine there, or lets them come again; idempotent."""
+        stub = await self._stub(address)
+        await _heard(stub.Drain(sidecar_pb2.DrainRequest(engine_id=engine_id, undo=undo), timeout=deadline_s))
+
     async def close(self) -> None:
         """Closes every channel."""
         await self._channels.close()

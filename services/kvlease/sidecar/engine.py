@@ -173,6 +173,12 @@ class AttachedEngine:
             raise NotOwner("the lease belongs to another tenant")
         return await self._link.release(lease_id, superseded=superseded)
 
+    def drain(self, *, draining: bool) -> None:
+        """Registers the engine as one that gets no new turns, or that gets them again."""
+        if draining is not self.engine.draining:
+            self.engine = replace(self.engine, draining=draining)
+            self._recorder.set_engine(self.engine)
+
     async def read_gauges(self) -> HolderGauges:
         """The holder's gauges and counters.
 

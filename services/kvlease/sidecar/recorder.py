@@ -74,7 +74,7 @@ class EngineRecorder:
         self._changed = asyncio.Event()
 
     def set_engine(self, engine: Engine) -> None:
-        """Wants the registration to be `engine`, the same process in another epoch."""
+        """Wants the registration to be `engine`, the same process in another epoch, or draining."""
         self._engine = engine
         self._engine_dirty = True
         self._changed.set()

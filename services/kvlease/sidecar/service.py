@@ -71,3 +71,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServiceServicer):
         """The holder's gauges and counters."""
         gauges = await self._sidecar.read_gauges(text_from_wire(request.engine_id, "engine_id"))
         return sidecar_pb2.ReadGaugesResponse(gauges=gauges_to_wire(gauges))
+
+    async def Drain(self, request: sidecar_pb2.DrainRequest, context: Any) -> sidecar_pb2.DrainResponse:
+        """Keeps new turns away from an engine, or lets them come again; idempotent."""
+        await self._sidecar.drain(text_from_wire(request.engine_id, "engine_id"), undo=request.undo)
+        return sidecar_pb2.DrainResponse()

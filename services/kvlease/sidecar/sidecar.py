@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from kvlease.core.attachment import EngineFacts, LeaseOffer
 from kvlease.core.clock import Clock
@@ -38,6 +39,7 @@ class Sidecar:
         self._clock = clock
         self._engines: dict[str, AttachedEngine] = {}
         self._attachments: dict[AttachedEngine, asyncio.Event] = {}
+        self._draining: set[Holder] = set()
         self._closing = False
 
     # --- for the connectors beside it ---------------------------------------------------------------------
@@ -169,6 +171,25 @@ class Sidecar:
         """
         return await self._attached(engine_id).read_gauges()
 
+    async def drain(self, engine_id: str, *, undo: bool) -> None:
+        """Keeps new turns away from an engine, or lets them come again.
+
+        Lasts as long as this process and the engine's: a stream that breaks and comes back changes nothing.
+
+        Raises:
+            UnknownEngine: no such engine is attached.
+        """
+        attached = self._attached(engine_id)
+        process = replace(attached.engine.holder, epoch=0)
+        if undo:
+            self._draining.discard(process)
+        else:
+            self._draining.add(process)
+        attached.drain(draining=not undo)
+        _log.info(
+            "engine drained" if not undo else "engine takes turns again", extra={"engine_id": engine_id}
+        )
+
     # --- inside -------------------------------------------------------------------------------------------
 
     def _attached(self, engine_id: str) -> AttachedEngine:
@@ -194,6 +215,7 @@ class Sidecar:
             prefix_caching=facts.prefix_caching,
             retain=facts.retain,
             retain_refusal=facts.retain_refusal,
+            draining=replace(facts.holder, epoch=0) in self._draining,
         )
 
     async def _supersede(self, record: LeaseRecord) -> None:

@@ -50,6 +50,7 @@ def engine_to_wire(engine: Engine) -> registry_pb2.Engine:
         prefix_caching=engine.prefix_caching,
         retain=engine.retain,
         retain_refusal=engine.retain_refusal,
+        draining=engine.draining,
     )
 
 
@@ -72,6 +73,7 @@ def engine_from_wire(message: registry_pb2.Engine) -> Engine:
         prefix_caching=message.prefix_caching,
         retain=message.retain,
         retain_refusal=message.retain_refusal,
+        draining=message.draining,
     )
 
 
