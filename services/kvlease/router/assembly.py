@@ -12,6 +12,7 @@ from kvlease.router.engines import EngineTable
 from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
+from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 from kvlease.router.turn import TurnServices
 from kvlease.router.watch import follow
@@ -25,8 +26,12 @@ def make_services(
     random: RandomPort,
     tracing: TurnTracing = NO_TRACING,
     renewals: RenewalTable | None = None,
+    tenancy: Tenancy | None = None,
 ) -> TurnServices:
-    """A router's parts over its ports, with empty tables. `renewals` stands in for an empty table of its own."""
+    """A router's parts over its ports, with empty tables. `renewals` stands in for an empty table of its own.
+
+    Without `tenancy` every credential is a tenant of its own.
+    """
     policy = config.renewal_policy()
     table = RenewalTable(policy) if renewals is None else renewals
     engines = EngineTable(clock, config.suspect_s, config.unregistered_s)
@@ -44,6 +49,7 @@ def make_services(
         policy=policy,
         limits=config.turn_limits(),
         tracing=tracing,
+        tenancy=TenancyByCredential() if tenancy is None else tenancy,
     )
 
 

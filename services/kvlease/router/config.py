@@ -5,10 +5,24 @@ from dataclasses import dataclass
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import PlanLimits
 from kvlease.core.renewal import RenewalPolicy
+from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
+from kvlease.router.tenancy import parse_networks
 from kvlease.router.turn import TurnLimits
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
+
+RELOADED_SETTINGS = frozenset(
+    {
+        "append_tokens_max",
+        "reuse_tokens_min",
+        "decode_running_max",
+        "wait_for_offer_s",
+        "turn_timeout_s",
+        "prefill_timeout_s",
+    }
+)
+"""Settings that SIGHUP changes in a router that runs: those of `turn_limits`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,20 @@ class RouterConfig(TracingSettings):
         "X-Conversation-Id", "headers that may name the conversation, with commas; the first present counts"
     )
     isolate_tenants: bool = setting(True, "salt the engines' own prefix caches with the tenant")
+    keys_file: str = setting(
+        "", "TOML file of tenants and the hashes of their keys; empty: every key is a tenant of its own"
+    )
+    keys_poll_s: float = setting(2.0, "how often the keys file is looked at for changes")
+    tenant_header: str = setting("", "header in which a trusted gateway names the tenant; empty: none does")
+    tenant_header_networks: str = setting(
+        "127.0.0.0/8,::1/128", "networks that the gateway is in, with commas; anybody else is refused"
+    )
+    engine_api_key: str = setting(
+        "",
+        "key for the engines, in place of the client's; empty: the client's, unless a file or a gateway has "
+        "checked it",
+        secret=True,
+    )
     stop_grace_s: float = setting(5.0, "turns in flight get this long to end when the router stops")
     log_level: str = setting("info", "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
@@ -70,7 +98,26 @@ class RouterConfig(TracingSettings):
             f"wait_for_offer_s ({self.wait_for_offer_s:g}) must be below registry_call_s "
             f"({self.registry_call_s:g})",
         )
-        for name in ("body_bytes_max", "conversations_max", "decode_running_max", "prefill_timeout_s"):
+        require(
+            not (self.keys_file and self.tenant_header),
+            f"keys_file ({self.keys_file!r}) and tenant_header ({self.tenant_header!r}) exclude each other",
+        )
+        try:
+            networks = parse_networks(self.tenant_header_networks)
+        except InvalidArgument as error:
+            raise ConfigError(f"tenant_header_networks: {error}") from error
+        require(
+            bool(networks) or not self.tenant_header,
+            f"tenant_header ({self.tenant_header!r}) needs tenant_header_networks "
+            f"({self.tenant_header_networks!r})",
+        )
+        for name in (
+            "body_bytes_max",
+            "conversations_max",
+            "decode_running_max",
+            "prefill_timeout_s",
+            "keys_poll_s",
+        ):
             require(getattr(self, name) > 0, f"{name} ({getattr(self, name):g}) must be above 0")
         for name in (
             "append_tokens_max",
@@ -101,6 +148,13 @@ class RouterConfig(TracingSettings):
             gap_quantile=self.gap_quantile,
             tool_call_max_s=self.tool_call_max_s,
         )
+
+    def engine_credentials(self) -> EngineCredentials:
+        """What stands for the caller towards engines: their own key, the client's, or nothing."""
+        hidden: frozenset[str] = frozenset()
+        if self.keys_file or self.tenant_header or self.engine_api_key:
+            hidden = CREDENTIAL_HEADERS | ({self.tenant_header.lower()} - {""})
+        return EngineCredentials(hidden, self.engine_api_key)
 
     def turn_limits(self) -> TurnLimits:
         """The bounds of a turn."""

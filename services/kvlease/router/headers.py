@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 HOP_BY_HOP = frozenset(
     {
@@ -34,9 +35,30 @@ OURS_TOWARDS_CLIENTS = frozenset(
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def engine_headers(client: Iterable[tuple[str, str]], request_id: str) -> dict[str, str]:
-    """The headers of a leg: the client's, `Authorization` among them, without what ends at the router."""
-    kept = _end_to_end(client, OURS_TOWARDS_ENGINES)
+@dataclass(frozen=True, slots=True)
+class EngineCredentials:
+    """What stands for the caller towards engines.
+
+    Attributes:
+        hidden: headers in lower case that end at the router: what it has checked is no engine's business.
+        key: the engines' own key, empty without one.
+    """
+
+    hidden: frozenset[str] = frozenset()
+    key: str = ""
+
+
+CREDENTIAL_HEADERS = frozenset({"authorization", "x-api-key"})
+CLIENTS_CREDENTIALS = EngineCredentials()
+
+
+def engine_headers(
+    client: Iterable[tuple[str, str]], request_id: str, credentials: EngineCredentials = CLIENTS_CREDENTIALS
+) -> dict[str, str]:
+    """The headers of a leg: the client's, without what ends at the router."""
+    kept = _end_to_end(client, OURS_TOWARDS_ENGINES | credentials.hidden)
+    if credentials.key:
+        kept["Authorization"] = f"Bearer {credentials.key}"
     return {
         **kept,
         "Content-Type": "application/json",

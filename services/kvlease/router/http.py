@@ -9,13 +9,12 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from kvlease.core.conversation import tenant_digest
-from kvlease.core.errors import InvalidArgument
+from kvlease.core.errors import InvalidArgument, NotOwner
 from kvlease.core.ids import lease_id_to_hex
 from kvlease.core.records import EngineRole
 from kvlease.router.bodies import Api, TurnRequest, encode, error_body, parse_turn
 from kvlease.router.conversations import Conversation, ConversationTable, TurnRecord
-from kvlease.router.headers import bearer_token, engine_headers, request_id_from
+from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers, request_id_from
 from kvlease.router.ports import LegError
 from kvlease.router.runner import TurnRunner
 from kvlease.router.turn import JSON_HEADERS, RequestHead, TurnServices
@@ -35,11 +34,13 @@ class FrontOptions:
         body_bytes_max: longest body of a request.
         session_headers: headers that may name the conversation, the first one present counts.
         isolate_tenants: salt the engines' prefix caches with the tenant.
+        engine_credentials: what stands for the caller towards engines.
     """
 
     body_bytes_max: int
     session_headers: tuple[str, ...]
     isolate_tenants: bool
+    engine_credentials: EngineCredentials = CLIENTS_CREDENTIALS
 
 
 class HttpClient:
@@ -96,12 +97,13 @@ class Front:
     def _turn(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             request_id = request_id_from(request.headers.get("X-Request-Id"), self._services.random.text_id())
+            tenant = self._tenant(request)
             raw = await request.read()
             try:
                 turn = parse_turn(
                     api,
                     raw,
-                    _tenant(request),
+                    tenant,
                     self._header_id(request),
                     isolate=self._options.isolate_tenants,
                 )
@@ -109,7 +111,7 @@ class Front:
                 return _error(400, str(error), {"X-Request-Id": request_id})
             # An engine refuses or mixes up two requests under one id, which a client's retry would bring.
             leg_id = f"{request_id}-{self._services.random.text_id()[:8]}"
-            head = RequestHead(request_id, engine_headers(request.headers.items(), leg_id))
+            head = RequestHead(request_id, self._engine_headers(request, leg_id))
             return await self._run(turn, head, HttpClient(request))
 
         return handle
@@ -128,14 +130,22 @@ class Front:
             500, "the turn ended without an answer", {"X-Request-Id": head.request_id}
         )
 
+    def _tenant(self, request: web.Request) -> str:
+        """Whom a request belongs to. Raises `NotOwner` when nobody that is served here."""
+        return self._services.tenancy.tenant(request.headers, request.remote or "")
+
+    def _engine_headers(self, request: web.Request, leg_id: str) -> dict[str, str]:
+        return engine_headers(request.headers.items(), leg_id, self._options.engine_credentials)
+
     def _header_id(self, request: web.Request) -> str:
         named = (request.headers.get(name) for name in self._options.session_headers)
         return next((value for value in named if value), "")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """What a decode engine says of its models (adapters among them), else what the engines registered."""
+        self._tenant(request)
         engines = self._services.engines
-        headers = engine_headers(request.headers.items(), self._services.random.text_id())
+        headers = self._engine_headers(request, self._services.random.text_id())
         for engine in engines.all(EngineRole.DECODE) or engines.all():
             url = engine.url + "/v1/models"
             try:
@@ -196,7 +206,7 @@ class Front:
             _NoConversation: there is none.
         """
         conversation_id = request.match_info["conversation_id"]
-        conversation = self._services.conversations.find(_tenant(request), conversation_id)
+        conversation = self._services.conversations.find(self._tenant(request), conversation_id)
         if conversation is None:
             raise _NoConversation
         return conversation
@@ -260,18 +270,15 @@ def _duration_s(raw: bytes, cap_s: float) -> float:
     return float(min(value, cap_s))
 
 
-def _tenant(request: web.Request) -> str:
-    return tenant_digest(bearer_token(request.headers.get("Authorization")))
-
-
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(status=status, headers=JSON_HEADERS, body=encode(body))
 
 
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
-        status=status, headers={**(headers or {}), **JSON_HEADERS}, body=error_body(status, message)
-    )
+def _error(
+    status: int, message: str, headers: Mapping[str, str] | None = None, code: str = ""
+) -> web.Response:
+    body = error_body(status, message, code)
+    return web.Response(status=status, headers={**(headers or {}), **JSON_HEADERS}, body=body)
 
 
 @web.middleware
@@ -281,6 +288,10 @@ async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResp
         return web.Response(status=204, headers={"Allow": ALLOWED_METHODS})
     try:
         return await handler(request)
+    except NotOwner as error:
+        # Whoever is not known is told nothing else, and before anything of the request was looked at.
+        headers = {"WWW-Authenticate": "Bearer"}
+        return _error(401, str(error), headers, code="invalid_api_key")
     except _NoConversation:
         return _error(404, "no such conversation")
     except web.HTTPNotFound:

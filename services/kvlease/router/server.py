@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +17,7 @@ from kvlease.router.http import Front, FrontOptions
 from kvlease.router.ports import RandomPort, RegistryPort
 from kvlease.router.randomness import SystemRandom
 from kvlease.router.registry_client import GrpcRegistry
+from kvlease.router.reload import Reloader, make_tenancy
 from kvlease.router.routing_service import RoutingServicer
 from kvlease.router.runner import TurnRunner
 from kvlease.router.tracing import TracedRegistry, TurnTracing
@@ -47,6 +50,7 @@ class RouterServer:
         self._registry = TracedRegistry(registry, telemetry.tracer) if telemetry.enabled else registry
         self._random = random or SystemRandom()
         self._exit = AsyncExitStack()
+        self._reloader: Reloader | None = None
         self.url = ""
         self.grpc_address = ""
 
@@ -68,16 +72,24 @@ class RouterServer:
         """Serves once this returns; engines become known as the registry's watch tells them.
 
         Raises:
-            InvalidArgument: an address cannot be bound.
+            InvalidArgument: an address cannot be bound, or the keys file makes no sense.
         """
         try:
             engine_port = await self._exit.enter_async_context(HttpEngines())
             tracing = TurnTracing(self._telemetry.tracer)
+            tenancy = make_tenancy(self._config)
             services = make_services(
-                self._config, self._clock, self._registry, engine_port, self._random, tracing
+                self._config,
+                self._clock,
+                self._registry,
+                engine_port,
+                self._random,
+                tracing,
+                tenancy=tenancy,
             )
+            self._reloader = Reloader(self._config, services.limits, tenancy)
             self._exit.push_async_callback(services.background.close)
-            self._start_tasks(services)
+            self._start_tasks([*lasting_tasks(services), self._reloader.watch_keys()])
             await self._start_grpc(services)
             await self._start_http(services)
         except BaseException:
@@ -89,9 +101,14 @@ class RouterServer:
         """Refuses requests, lets turns in flight end within the grace, then stops everything. Idempotent."""
         await self._exit.aclose()
 
-    def _start_tasks(self, services: TurnServices) -> None:
-        """The tasks that never end by themselves; one that fails is a bug, and says so in the log."""
-        tasks = [asyncio.create_task(work) for work in lasting_tasks(services)]
+    def reload(self, config: RouterConfig) -> None:
+        """Takes limits and keys anew; what makes no sense changes nothing. Turns in flight go on."""
+        if self._reloader is not None:
+            self._reloader.reload(config)
+
+    def _start_tasks(self, lasting: list[Coroutine[Any, Any, None]]) -> None:
+        """The tasks that last as long as the router; one that fails is a bug, and says so in the log."""
+        tasks = [asyncio.create_task(work) for work in lasting]
         for task in tasks:
             task.add_done_callback(_log_failure)
 
@@ -115,7 +132,9 @@ class RouterServer:
     async def _start_http(self, services: TurnServices) -> None:
         config = self._config
         headers = tuple(name.strip() for name in config.session_headers.split(",") if name.strip())
-        options = FrontOptions(config.body_bytes_max, headers, config.isolate_tenants)
+        options = FrontOptions(
+            config.body_bytes_max, headers, config.isolate_tenants, config.engine_credentials()
+        )
         app = Front(services, TurnRunner(services), options).application()
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=config.stop_grace_s

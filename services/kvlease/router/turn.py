@@ -6,7 +6,7 @@ reservation, since its READ may still be running.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder, lease_id_to_hex
@@ -20,15 +20,16 @@ from kvlease.router.engines import EngineTable
 from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import ClientPort, EnginePort, RandomPort, RegistryPort
+from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 
 TRIES_A_LEG = 2
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnLimits:
-    """Bounds of one turn.
+    """Bounds of one turn; one object for all turns, so that a reload reaches each part.
 
     Attributes:
         turn_timeout_s: of everything, the streamed answer included.
@@ -40,6 +41,11 @@ class TurnLimits:
     turn_timeout_s: float = 1800.0
     prefill_timeout_s: float = 120.0
     wait_for_offer_s: float = 0.02
+
+    def take(self, other: "TurnLimits") -> None:
+        """From here on the bounds are those of the other."""
+        for field_ in fields(self):
+            setattr(self, field_.name, getattr(other, field_.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,7 @@ class TurnServices:
     policy: RenewalPolicy
     limits: TurnLimits
     tracing: TurnTracing = NO_TRACING
+    tenancy: Tenancy = field(default_factory=TenancyByCredential)
 
     def unpin(self, pin: PinnedLease) -> None:
         """Ends a pin in the background."""

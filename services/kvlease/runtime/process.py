@@ -7,7 +7,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from kvlease import __version__
 from kvlease.core.errors import KvleaseError
@@ -26,6 +26,18 @@ class Service(Protocol):
 
     async def stop(self) -> None:
         """Ends gracefully. Idempotent."""
+        ...
+
+
+ReloadedConfig = TypeVar("ReloadedConfig", contravariant=True)
+
+
+@runtime_checkable
+class Reloadable(Protocol[ReloadedConfig]):
+    """A service that takes some settings anew while it runs, on SIGHUP."""
+
+    def reload(self, config: ReloadedConfig) -> None:
+        """Takes what can change. Never raises."""
         ...
 
 
@@ -73,6 +85,10 @@ def run_service(
         sys.stderr.write(f"kvlease {process}: {error}\n")
         return 2
     configure_logging(config.log_level, config.log_format)
+
+    def load_again() -> Config:
+        return load_config(config_type, process, arguments, os.environ)
+
     _log.info(
         "configuration",
         extra={"service": process, "version": __version__, "settings": describe_config(config)},
@@ -80,17 +96,19 @@ def run_service(
     try:
         import uvloop
 
-        return uvloop.run(_serve(build, config))
+        return uvloop.run(_serve(build, config, load_again))
     except ImportError:
-        return asyncio.run(_serve(build, config))
+        return asyncio.run(_serve(build, config, load_again))
 
 
-async def _serve(build: Callable[[Config], Service], config: Config) -> int:
+async def _serve(build: Callable[[Config], Service], config: Config, load_again: Callable[[], Config]) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     service = build(config)
+    if isinstance(service, Reloadable):
+        loop.add_signal_handler(signal.SIGHUP, _reload, cast("Reloadable[Config]", service), load_again)
     try:
         await service.start()
     except KvleaseError as error:
@@ -101,3 +119,12 @@ async def _serve(build: Callable[[Config], Service], config: Config) -> int:
     _log.info("stopping")
     await service.stop()
     return 0
+
+
+def _reload(service: Reloadable[Config], load_again: Callable[[], Config]) -> None:
+    try:
+        config = load_again()
+    except ConfigError as error:
+        _log.error("the configuration stays as it is", extra={"reason": str(error)})
+        return
+    service.reload(config)
