@@ -254,6 +254,19 @@ class ConversationTable:
             self._renewals.drop(lease.lease_id)
         return lease
 
+    def release_tenant(self, tenant: str) -> list[tuple[int, str]]:
+        """Forgets the leases of a tenant: ids and engine ids of those to release at their holders."""
+        engine_of = {
+            record.lease_id: record.holder.engine_id
+            for record in self._records.values()
+            if record.tenant == tenant
+        }
+        for conversation in self._conversations.values():
+            lease = self.release(conversation) if conversation.tenant == tenant else None
+            if lease is not None:
+                engine_of[lease.lease_id] = lease.holder.engine_id
+        return list(engine_of.items())
+
     def belief(self, conversation: Conversation) -> str:
         """What is believed of the conversation's lease: a `Belief` value, a miss, or `none`."""
         if conversation.lease is None:

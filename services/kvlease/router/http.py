@@ -16,11 +16,12 @@ from kvlease.router.bodies import Api, TurnRequest, encode, error_body, parse_tu
 from kvlease.router.conversations import Conversation, ConversationTable, TurnRecord
 from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers, request_id_from
 from kvlease.router.ports import LegError
+from kvlease.router.purge import release_tenant
 from kvlease.router.runner import TurnRunner
 from kvlease.router.turn import JSON_HEADERS, RequestHead, TurnServices
 
 MODELS_TIMEOUT_S = 5.0
-ALLOWED_METHODS = "GET, HEAD, POST, OPTIONS"
+ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,6 +93,7 @@ class Front:
         app.router.add_get(conversation, self._conversation)
         app.router.add_post(conversation + "/renew", self._renew)
         app.router.add_post(conversation + "/release", self._release)
+        app.router.add_delete("/v1/kvlease/tenants/{tenant}/leases", self._release_tenant)
         return app
 
     def _turn(self, api: Api) -> Handler:
@@ -198,6 +200,15 @@ class Front:
             is None
         )
         return _json({"conversation_id": conversation.conversation_id, "released": released})
+
+    async def _release_tenant(self, request: web.Request) -> web.StreamResponse:
+        """Releases every lease of a tenant: the caller's own, also as `self`, or anybody's for an admin."""
+        caller, tenant = self._tenant(request), request.match_info["tenant"]
+        tenant = caller if tenant == "self" else tenant
+        if tenant != caller and not self._services.tenancy.allowance(caller).admin:
+            return _error(403, "only an admin releases the leases of another tenant")
+        released = await release_tenant(self._services, tenant)
+        return _json({"tenant": tenant, "leases_released": released})
 
     def _find(self, request: web.Request) -> Conversation:
         """The tenant's conversation that a path names.

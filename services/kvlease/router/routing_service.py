@@ -4,10 +4,11 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import TurnPath
-from kvlease.router.conversations import ConversationTable, TurnRecord
-from kvlease.router.heartbeat import Heartbeat
-from kvlease.router.ports import RegistryPort
+from kvlease.router.conversations import TurnRecord
+from kvlease.router.purge import release_tenant
+from kvlease.router.turn import TurnServices
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from kvlease.wire.values import duration_from_wire, duration_to_wire
 
@@ -23,12 +24,11 @@ _PATHS = {
 class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
     """Converts, calls, converts."""
 
-    def __init__(
-        self, conversations: ConversationTable, heartbeat: Heartbeat, registry: RegistryPort
-    ) -> None:
-        self._conversations = conversations
-        self._heartbeat = heartbeat
-        self._registry = registry
+    def __init__(self, services: TurnServices) -> None:
+        self._services = services
+        self._conversations = services.conversations
+        self._heartbeat = services.heartbeat
+        self._registry = services.registry
 
     async def GetConversation(
         self, request: routing_pb2.GetConversationRequest, context: Context
@@ -59,6 +59,15 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
             return routing_pb2.ReleaseConversationResponse(released=False)
         miss = await self._registry.release(lease.lease_id, lease.holder.engine_id, request.tenant)
         return routing_pb2.ReleaseConversationResponse(released=miss is None)
+
+    async def ReleaseTenant(
+        self, request: routing_pb2.ReleaseTenantRequest, context: Context
+    ) -> routing_pb2.ReleaseTenantResponse:
+        """Releases every lease of a tenant."""
+        if not request.tenant:
+            raise InvalidArgument("tenant must not be empty")
+        released = await release_tenant(self._services, request.tenant)
+        return routing_pb2.ReleaseTenantResponse(leases_released=released)
 
 
 def _turn_to_wire(record: TurnRecord) -> routing_pb2.TurnRecord:

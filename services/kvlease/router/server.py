@@ -122,7 +122,7 @@ class RouterServer:
     async def _start_grpc(self, services: TurnServices) -> None:
         name = routing_pb2.DESCRIPTOR.services_by_name["RoutingService"].full_name
         server = GrpcServer(self._config.grpc_listen, [name], self._telemetry)
-        servicer = RoutingServicer(services.conversations, services.heartbeat, self._registry)
+        servicer = RoutingServicer(services)
         routing_pb2_grpc.add_RoutingServiceServicer_to_server(servicer, server.server)
         server.bind()
         self._exit.push_async_callback(server.stop, self._config.stop_grace_s)
