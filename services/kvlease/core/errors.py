@@ -5,6 +5,7 @@ KvleaseError
 ├── UnknownEngine        no such engine is registered
 ├── EngineIdReused       an engine id came back under another boot id
 ├── NotOwner             the caller does not own what it names
+├── NotAllowed           the caller's identity may not make this call
 ├── StoreUnavailable     the store does not answer; try again
 ├── HolderUnreachable    the engine's sidecar does not answer; try again
 ├── QuotaExceeded        a cap of the tenant is reached
@@ -30,6 +31,10 @@ class EngineIdReused(KvleaseError):
 
 class NotOwner(KvleaseError):
     """The caller does not own what it names."""
+
+
+class NotAllowed(KvleaseError):
+    """The caller's identity may not make this call."""
 
 
 class StoreUnavailable(KvleaseError):

@@ -10,6 +10,7 @@ from kvlease.registry.service import RegistryServicer
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.sidecars import GrpcSidecars
 from kvlease.runtime.telemetry import make_telemetry
+from kvlease.runtime.tls import make_tls
 from kvlease.store.port import Store
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
@@ -22,7 +23,8 @@ class RegistryServer:
     def __init__(self, config: RegistryConfig, store: Store, clock: Clock) -> None:
         self._config = config
         self._telemetry = make_telemetry("kvlease-registry", config)
-        self._sidecars = GrpcSidecars(self._telemetry)
+        self._tls = make_tls(config)
+        self._sidecars = GrpcSidecars(self._telemetry, self._tls)
         self._registry = Registry(config, store, self._sidecars, clock)
         self._servicer = RegistryServicer(self._registry)
         self._server: GrpcServer | None = None
@@ -36,7 +38,7 @@ class RegistryServer:
             InvalidArgument: the address cannot be bound.
         """
         service = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
-        server = GrpcServer(self._config.listen, [service], self._telemetry)
+        server = GrpcServer(self._config.listen, [service], self._telemetry, self._tls)
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer, server.server)
         server.bind()
         await server.start()

@@ -11,6 +11,7 @@ from kvlease.router.turn import TurnLimits
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
+from kvlease.runtime.tls import TlsSettings
 
 RELOADED_SETTINGS = frozenset(
     {
@@ -26,7 +27,7 @@ RELOADED_SETTINGS = frozenset(
 
 
 @dataclass(frozen=True)
-class RouterConfig(TracingSettings):
+class RouterConfig(TracingSettings, TlsSettings):
     """Settings of one router. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the OpenAI API; port 0: any free one")

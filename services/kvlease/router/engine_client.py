@@ -8,6 +8,7 @@ from types import TracebackType
 import aiohttp
 
 from kvlease.router.ports import EngineReply, LegError
+from kvlease.runtime.tls import Tls
 
 CONNECT_TIMEOUT_S = 2.0
 IDLE_CONNECTION_S = 3.0
@@ -43,9 +44,14 @@ class _Reply:
 
 
 class HttpEngines:
-    """An `EnginePort` with one connection pool for all engines; a context that closes it."""
+    """An `EnginePort` with one connection pool for all engines; a context that closes it.
 
-    def __init__(self) -> None:
+    Args:
+        tls: what https engines are checked against, by the host of their URL, and shown.
+    """
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "HttpEngines":
@@ -79,7 +85,13 @@ class HttpEngines:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             response = await self._session.request(
-                method, url, headers=headers, data=data, timeout=timeout, allow_redirects=False
+                method,
+                url,
+                headers=headers,
+                data=data,
+                timeout=timeout,
+                allow_redirects=False,
+                ssl=True if self._tls is None else self._tls.client_context(),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
             raise LegError(f"no connection: {type(error).__name__}", sent=False) from error

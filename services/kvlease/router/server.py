@@ -24,7 +24,9 @@ from kvlease.router.tracing import TracedRegistry, TurnTracing
 from kvlease.router.turn import TurnServices
 from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.runtime.identity import Identity
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry, make_telemetry
+from kvlease.runtime.tls import Tls, make_tls
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -43,8 +45,10 @@ class RouterServer:
         registry: RegistryPort,
         random: RandomPort | None = None,
         telemetry: Telemetry = NO_TELEMETRY,
+        tls: Tls | None = None,
     ) -> None:
         self._config = config
+        self._tls = tls
         self._clock = clock
         self._telemetry = telemetry
         self._registry = TracedRegistry(registry, telemetry.tracer) if telemetry.enabled else registry
@@ -58,12 +62,13 @@ class RouterServer:
     def connected(cls, config: RouterConfig, clock: Clock) -> "RouterServer":
         """A router whose registry is the one at `config.registry`."""
         telemetry = make_telemetry("kvlease-router", config)
-        channels = Channels(telemetry)
+        tls = make_tls(config)
+        channels = Channels(Identity.REGISTRY, telemetry, tls)
         session = SystemRandom().text_id()
         registry = GrpcRegistry(
             channels, config.registry, session, config.renewal_policy(), config.registry_call_s
         )
-        server = cls(config, clock, registry, telemetry=telemetry)
+        server = cls(config, clock, registry, telemetry=telemetry, tls=tls)
         server._exit.push_async_callback(telemetry.close)
         server._exit.push_async_callback(channels.close)
         return server
@@ -75,7 +80,7 @@ class RouterServer:
             InvalidArgument: an address cannot be bound, or the keys file makes no sense.
         """
         try:
-            engine_port = await self._exit.enter_async_context(HttpEngines())
+            engine_port = await self._exit.enter_async_context(HttpEngines(self._tls))
             tracing = TurnTracing(self._telemetry.tracer)
             tenancy = make_tenancy(self._config)
             services = make_services(
@@ -121,7 +126,7 @@ class RouterServer:
 
     async def _start_grpc(self, services: TurnServices) -> None:
         name = routing_pb2.DESCRIPTOR.services_by_name["RoutingService"].full_name
-        server = GrpcServer(self._config.grpc_listen, [name], self._telemetry)
+        server = GrpcServer(self._config.grpc_listen, [name], self._telemetry, self._tls)
         servicer = RoutingServicer(services)
         routing_pb2_grpc.add_RoutingServiceServicer_to_server(servicer, server.server)
         server.bind()
@@ -142,13 +147,16 @@ class RouterServer:
         await runner.setup()
         self._exit.push_async_callback(runner.cleanup)
         host, _, port = config.listen.rpartition(":")
-        site = web.TCPSite(runner, host, int(port))
+        # Clients show a key of the API, no certificate: they are no part of the fleet.
+        ssl_context = None if self._tls is None else self._tls.server_context(clients_have_certificates=False)
+        site = web.TCPSite(runner, host, int(port), ssl_context=ssl_context)
         try:
             await site.start()
         except OSError as error:
             raise InvalidArgument(f"cannot listen on {config.listen}: {error}") from error
         bound_host, bound_port = runner.addresses[0][:2]
-        self.url = f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+        scheme = "http" if ssl_context is None else "https"
+        self.url = f"{scheme}://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -1,6 +1,5 @@
 """A gRPC server with health, reflection, domain errors as statuses and a graceful stop."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -10,7 +9,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvlease.core.errors import InvalidArgument, KvleaseError
+from kvlease.runtime.authorization import AuthorizationInterceptor
+from kvlease.runtime.grpc_handlers import Behaviour, wrapped_handler
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry
+from kvlease.runtime.tls import Tls
 from kvlease.runtime.trace_interceptors import TracingServerInterceptor
 from kvlease.wire.errors import abort_with
 
@@ -39,30 +41,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Wraps the handler of one call."""
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        for kind, build in _HANDLER_KINDS.items():
-            behaviour = getattr(handler, kind)
-            if inspect.iscoroutinefunction(behaviour):
-                return build(
-                    _answering_errors(behaviour),
-                    request_deserializer=handler.request_deserializer,
-                    response_serializer=handler.response_serializer,
-                )
-        return handler
+        return handler and (wrapped_handler(handler, _answering_errors) or handler)
 
 
-_HANDLER_KINDS: dict[str, Callable[..., Any]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-
-
-def _answering_errors(
-    behaviour: Callable[[Any, Any], Awaitable[Any]],
-) -> Callable[[Any, Any], Awaitable[Any]]:
+def _answering_errors(behaviour: Behaviour) -> Behaviour:
     async def call(request: Any, context: Any) -> Any:
         try:
             return await behaviour(request, context)
@@ -79,14 +61,27 @@ class GrpcServer:
         listen: `host:port` (port 0: any free one) or `unix:/path`.
         services: fully qualified names of the services, for health and reflection.
         telemetry: continues the traces of callers.
+        tls: callers need a certificate, whose identity decides what they may call; None on a port that only
+            trusted processes reach, and on unix sockets.
     """
 
-    def __init__(self, listen: str, services: Sequence[str], telemetry: Telemetry = NO_TELEMETRY) -> None:
+    def __init__(
+        self,
+        listen: str,
+        services: Sequence[str],
+        telemetry: Telemetry = NO_TELEMETRY,
+        tls: Tls | None = None,
+    ) -> None:
         self._listen = listen
+        self._tls = tls
         self._services = tuple(services)
         self._health = cast(Any, health).aio.HealthServicer()
         tracing = (TracingServerInterceptor(telemetry.tracer),) if telemetry.enabled else ()
-        self.server = grpc.aio.server(interceptors=(*tracing, ErrorInterceptor()), options=SERVER_OPTIONS)
+        unix = listen.startswith("unix:")
+        guards = () if unix else (AuthorizationInterceptor(checked=tls is not None),)
+        self.server = grpc.aio.server(
+            interceptors=(*tracing, ErrorInterceptor(), *guards), options=SERVER_OPTIONS
+        )
         self.address = listen
 
     def bind(self) -> int:
@@ -96,7 +91,10 @@ class GrpcServer:
             InvalidArgument: the address cannot be bound.
         """
         try:
-            port = self.server.add_insecure_port(self._listen)
+            if self._tls is None:
+                port = self.server.add_insecure_port(self._listen)
+            else:
+                port = self.server.add_secure_port(self._listen, self._tls.server_credentials())
         except RuntimeError as error:
             raise InvalidArgument(f"cannot listen on {self._listen}: {error}") from error
         if self._listen.startswith("unix:"):

@@ -10,7 +10,9 @@ from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
 from kvlease.core.records import HolderGauges, PinOutcome
 from kvlease.runtime.grpc_client import Channels
+from kvlease.runtime.identity import Identity
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry
+from kvlease.runtime.tls import Tls
 from kvlease.v1 import sidecar_pb2, sidecar_pb2_grpc
 from kvlease.wire.engines import misses_from_wire
 from kvlease.wire.errors import error_from_rpc
@@ -24,8 +26,8 @@ Response = TypeVar("Response")
 class GrpcSidecars:
     """Sidecars by address. A silent one is a `HolderUnreachable` after the call's deadline."""
 
-    def __init__(self, telemetry: Telemetry = NO_TELEMETRY) -> None:
-        self._channels = Channels(telemetry)
+    def __init__(self, telemetry: Telemetry = NO_TELEMETRY, tls: Tls | None = None) -> None:
+        self._channels = Channels(Identity.SIDECAR, telemetry, tls)
 
     async def pin(self, address: str, ask: PinAsk, wait_for_offer_s: float, deadline_s: float) -> PinOutcome:
         """Asks for a pin on an engine of the sidecar at `host:port`; the wait for an offer comes on top."""

@@ -9,6 +9,7 @@ from kvlease.core.clock import Clock
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.sidecars import GrpcSidecars
 from kvlease.runtime.telemetry import make_telemetry
+from kvlease.runtime.tls import make_tls
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.connector_server import ConnectorServicer, prepare_socket
 from kvlease.sidecar.service import SidecarServicer
@@ -30,7 +31,8 @@ class SidecarServer:
         self._store = store
         self._clock = clock
         self._telemetry = make_telemetry("kvlease-sidecar", config)
-        self._peers = GrpcSidecars(self._telemetry)
+        self._tls = make_tls(config)
+        self._peers = GrpcSidecars(self._telemetry, self._tls)
         self._sidecar: Sidecar | None = None
         self._servers: list[GrpcServer] = []
         self.address = ""
@@ -46,6 +48,7 @@ class SidecarServer:
             self._config.listen,
             [sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].full_name],
             self._telemetry,
+            self._tls,
         )
         port = public.bind()
         self.address = self._advertised(port)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from kvlease.runtime.config import require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
+from kvlease.runtime.tls import TlsSettings
 from kvlease.sim.engine import EngineSettings
 from kvlease.sim.reader import ReaderLimits
 
 
 @dataclass(frozen=True)
-class SimConfig(TracingSettings):
+class SimConfig(TracingSettings, TlsSettings):
     """Settings of one simulated engine. All durations are seconds."""
 
     host: str = setting("127.0.0.1", "where the OpenAI API and the side channel listen")

@@ -17,6 +17,7 @@ from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.config import ConfigError, add_config_arguments, load_config
 from kvlease.runtime.logging import configure_logging
 from kvlease.runtime.telemetry import make_telemetry
+from kvlease.runtime.tls import make_tls
 from kvlease.sim.config import SimConfig
 from kvlease.sim.engine import SimEngine
 from kvlease.sim.http import EngineApi
@@ -35,6 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 async def serve(config: SimConfig, stop: asyncio.Event) -> None:
     """Serves one engine until `stop` is set."""
     holder = Holder(f"sim-{uuid.uuid4().hex}", uuid.uuid4().hex)
+    tls = make_tls(config)
     telemetry = make_telemetry("kvlease-sim", config)
     tracer = telemetry.tracer
     link = SidecarLink(config.socket_dir, config.pin_wait_s, tracer)
@@ -46,7 +48,8 @@ async def serve(config: SimConfig, stop: asyncio.Event) -> None:
         engine.place(replace(location, side_channel_port=side_channel_port))
         runner = web.AppRunner(EngineApi(engine, tracer).app(), handler_cancellation=True, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, config.host, config.port).start()
+        ssl_context = None if tls is None else tls.server_context(clients_have_certificates=True)
+        await web.TCPSite(runner, config.host, config.port, ssl_context=ssl_context).start()
         _log.info("engine ready", extra={"engine_id": holder.engine_id, "address": str(runner.addresses[0])})
         attached = asyncio.create_task(link.run(engine), name="link")
         try:

@@ -52,7 +52,8 @@ class EtcdOptions:
     Attributes:
         endpoints: `host:port` of the members; any one can answer.
         call_s: bound of one call, over all endpoints that are tried.
-        ca_file: certificates that servers are checked against; empty: no TLS.
+        ca_file: certificates that servers are checked against; empty: no TLS. All three files are read again
+            when they were replaced.
         certificate_file: the client's own certificate, with `key_file`; empty: none.
         password_file: file with the password of `user`.
         accept_old: use a server older than `VERSION_MIN`.
@@ -76,7 +77,9 @@ class EtcdClient:
             raise InvalidArgument("etcd needs at least one endpoint")
         self._options = options
         self._credentials = _credentials(options)
+        self._stamp = _stamp(options)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._replaced: list[grpc.aio.Channel] = []
         self._checked: set[str] = set()
         self._current = 0
         self._token = ""
@@ -97,8 +100,9 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Closes the channels; calls under way are cancelled."""
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
+        channels = [*self._replaced, *self._channels.values()]
+        self._channels, self._replaced = {}, []
+        for channel in channels:
             await channel.close(None)
 
     # --- calls --------------------------------------------------------------------------------------------
@@ -256,6 +260,7 @@ class EtcdClient:
         return (("token", self._token),) if self._token else ()
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        self._follow_certificates()
         channel = self._channels.get(endpoint)
         if channel is None:
             if self._credentials is None:
@@ -264,6 +269,19 @@ class EtcdClient:
                 channel = grpc.aio.secure_channel(endpoint, self._credentials, options=_CHANNEL_OPTIONS)
             self._channels[endpoint] = channel
         return channel
+
+    def _follow_certificates(self) -> None:
+        """Leaves the channels of certificates that were replaced; streams on them go on until the next time."""
+        stamp = _stamp(self._options)
+        if stamp == self._stamp:
+            return
+        try:
+            self._credentials = _credentials(self._options)
+        except InvalidArgument as error:
+            _log.warning("%s; those before stay in use", error)
+            return
+        self._stamp = stamp
+        self._replaced, self._channels = list(self._channels.values()), {}
 
 
 def unavailable(error: grpc.aio.AioRpcError) -> StoreUnavailable:
@@ -311,6 +329,16 @@ def _credentials(options: EtcdOptions) -> grpc.ChannelCredentials | None:
         )
     except OSError as error:
         raise InvalidArgument(f"cannot read a certificate for etcd: {error}") from error
+
+
+def _stamp(options: EtcdOptions) -> tuple[tuple[int, int], ...] | None:
+    """Differs after the certificates were replaced; None while one is not there."""
+    paths = (options.ca_file, options.certificate_file, options.key_file)
+    try:
+        statuses = [Path(path).stat() for path in paths if path]
+    except OSError:
+        return None
+    return tuple((status.st_mtime_ns, status.st_ino) for status in statuses)
 
 
 def _code(error: StoreUnavailable) -> grpc.StatusCode | None:
