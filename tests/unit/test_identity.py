@@ -63,7 +63,7 @@ def test_a_sidecar_only_takes_and_ends_pins_at_other_sidecars() -> None:
 
 
 def test_what_is_not_in_the_table_and_who_has_no_identity_are_refused_by_name() -> None:
-    with pytest.raises(NotAllowed, match="kvlease-operator may not call kvlease.v1.RegistryService/Grant"):
+    with pytest.raises(NotAllowed, match=r"kvlease-operator may not call kvlease\.v1\.RegistryService/Grant"):
         authorize("kvlease.v1.RegistryService/Grant", frozenset({Identity.OPERATOR}))
     with pytest.raises(NotAllowed, match="without identity may not call"):
         authorize("kvlease.v1.RegistryService/ListEngines", frozenset())

@@ -44,6 +44,7 @@ ALLOWED: dict[str, frozenset[Identity]] = {
     "kvlease.v1.RoutingService/GetConversation": _OPERATOR,
     "kvlease.v1.RoutingService/RenewConversation": _OPERATOR,
     "kvlease.v1.RoutingService/ReleaseConversation": _OPERATOR,
+    "kvlease.v1.RoutingService/ReleaseTenant": _OPERATOR,
 }
 """Every method that is served over TCP, and who may call it."""
 
@@ -52,6 +53,7 @@ AUDITED = frozenset(
         "kvlease.v1.RegistryService/ReleaseLease",
         "kvlease.v1.RegistryService/DrainEngine",
         "kvlease.v1.RoutingService/ReleaseConversation",
+        "kvlease.v1.RoutingService/ReleaseTenant",
     }
 )
 """What changes the fleet on somebody's word: each such call leaves a line in the log."""
