@@ -12,7 +12,7 @@ GENERATED := $(VENV)/.generated
 PROTO_FILES := $(shell find protos -name '*.proto' 2>/dev/null)
 PYTEST_FLAGS ?=
 
-.PHONY: help up test test-all check bench engine-env protos format clean
+.PHONY: help up test test-all soak check bench engine-env protos format clean
 
 help: ## Show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,18 +53,21 @@ check: $(GENERATED) ## Format, lint, types, layers, protos and the fast tests
 	  echo $(BIN)/buf breaking; \
 	  $(BIN)/buf breaking --against ".git#tag=$$(git describe --tags --abbrev=0)"; \
 	fi
-	$(BIN)/python -m pytest -m "not engine" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not engine and not slow and not soak" $(PYTEST_FLAGS)
 
-test: $(GENERATED) engine-env ## Set up everything and run the tests, real engines included (all but one: see test-all)
+test: $(GENERATED) engine-env ## Set up everything and run the tests, real engines included
 	@if [ -z "$$CI" ] && ! command -v go >/dev/null; then \
 	  echo "==> Go is not installed: the tests against a real Jaeger, which is built with it, are left out"; \
-	  set -x; exec $(BIN)/python -m pytest -m "not jaeger and not holds_a_read" $(PYTEST_FLAGS); \
+	  set -x; exec $(BIN)/python -m pytest -m "not jaeger and not slow and not soak" $(PYTEST_FLAGS); \
 	else \
-	  set -x; exec $(BIN)/python -m pytest -m "not holds_a_read" $(PYTEST_FLAGS); \
+	  set -x; exec $(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_FLAGS); \
 	fi
 
-test-all: $(GENERATED) engine-env ## The same, and the test that stops an engine in a READ; needs Go
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+test-all: $(GENERATED) engine-env ## The same, and the tests that take long; needs Go
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_FLAGS)
+
+soak: $(GENERATED) engine-env ## 300 turns over 30 conversations on real engines, each compared with a cold run
+	$(BIN)/python -m pytest -m soak -s $(PYTEST_FLAGS)
 
 format: $(INSTALLED) ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff format .

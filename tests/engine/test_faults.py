@@ -90,7 +90,6 @@ async def test_an_expired_lease_is_a_miss_and_its_blocks_serve_others(pair: Pair
     await pair.settles()
 
 
-@pytest.mark.holds_a_read
 async def test_a_read_that_its_stopped_holder_delays_writes_into_no_other_prompt(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
