@@ -349,13 +349,15 @@ async def test_the_clients_own_parameters_reach_no_engine(
         FIRST,
         kv_transfer_params=planted,
         kvlease=planted,
-        vllm_xargs={"kv_transfer_params": "x", "kept": 1},
+        ec_transfer_params=planted,
+        vllm_xargs={"kv_transfer_params": "x"},
+        extra_body={"deep": [{"vllm_xargs": planted, "kept": 1}]},
         tools=tools,
     )
     for received in (prefill.received[0], decode.received[0]):
         assert set(received.body["kv_transfer_params"]) == {"kvlease"}
-        assert "kvlease" not in received.body
-        assert received.body["vllm_xargs"] == {"kept": 1}
+        assert not {"kvlease", "ec_transfer_params", "vllm_xargs"} & set(received.body)
+        assert received.body["extra_body"] == {"deep": [{"kept": 1}]}
         assert received.body["tools"] == tools
 
 
