@@ -14,6 +14,7 @@ COMMANDS = {
     "router": ("kvlease.router.main", "serve the OpenAI API in front of the fleet"),
     "sim": ("kvlease.simulation.main", "run the whole system in virtual time over a faulty network, by seed"),
     "health": ("kvlease.operator.health", "tell by the exit status whether processes can do their work"),
+    "bench": ("kvlease.bench.main", "measure one figure"),
     "dev": ("kvlease.dev.main", "run the whole system on this machine and hold a conversation"),
 }
 """Subcommand -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it does."""

@@ -5,7 +5,6 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bench.gap_policy import read_trace, replay
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.gaps import MEMORY, GapEstimator, GapHistogram, GapPolicy
@@ -93,22 +92,6 @@ def test_a_predicted_quantile_hits_as_often_as_it_says_once_it_has_learnt() -> N
             hits += gap_s <= estimator.predict_s("t", ())
         estimator.observe("t", gap_s)
     assert 0.72 <= hits / 3000 <= 0.82
-
-
-def test_a_trace_is_replayed_to_the_hits_and_the_time_that_it_has() -> None:
-    trace = [
-        '{"timestamp": 0, "input_length": 1024, "output_length": 0, "hash_ids": [1, 2]}',
-        '{"timestamp": 10000, "input_length": 1024, "output_length": 0, "hash_ids": [1, 9]}',
-        '{"timestamp": 20000, "input_length": 1536, "output_length": 0, "hash_ids": [1, 2, 3]}',
-        '{"timestamp": 90000, "input_length": 2048, "output_length": 0, "hash_ids": [1, 2, 3, 4]}',
-    ]
-    visits = read_trace(trace)
-    assert [visit.parent for visit in visits] == [-1, -1, 0, 2]
-    gaps: list[float] = []
-    result = replay(visits, lambda _: 30.0, gaps.append)
-    assert (result.hits, result.continued, result.reused_tokens) == (1, 2, 1024)
-    assert result.held_s == 20.0 + 30.0 + 30.0 + 0.0
-    assert gaps == [20.0, 70.0]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bench.eviction_policy import reused_tokens
-from tests.bench.gap_policy import Visit
 
+from kvlease.bench.budget import reused_lru, reused_ours
+from kvlease.bench.trace import Visit
 from kvlease.core.policy import LeaseUse, PrefillCost, eviction_order, keep_value
 from kvlease.core.reuse import RETURNS_WITHIN_S, ReuseHistory, ReuseModel
 
@@ -145,5 +145,5 @@ def test_a_tight_budget_saves_more_in_our_order_than_least_recently_used() -> No
         visits.append(Visit(float(second), 1024, parent, 1024 if back else 0))
         if draws.random() < 0.5:
             due.append((second + draws.uniform(60.0, 180.0), len(visits) - 1))
-    lru, ours = (reused_tokens(visits, 8, ours=own) for own in (False, True))
+    lru, ours = reused_lru(visits, 8), reused_ours(visits, 8)
     assert ours > 1.4 * max(lru, 1024)

@@ -1,0 +1,1 @@
+"""Figures, each measured by one command: `kvlease bench NAME`."""

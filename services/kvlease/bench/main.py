@@ -1,0 +1,28 @@
+"""`kvlease bench NAME`: one figure, measured by one command."""
+
+from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from importlib import import_module
+
+BENCHMARKS = {
+    "policy": ("kvlease.bench.policy", "what keeping conversations costs and saves on a trace, by policy"),
+}
+"""Benchmark -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it measures."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the name of a benchmark; what follows it is the benchmark's own."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    names = "\n".join(f"  {name:10} {meaning}" for name, (_, meaning) in BENCHMARKS.items())
+    parser.epilog = f"benchmarks, each with a --help of its own:\n{names}"
+    parser.add_argument("name", choices=tuple(BENCHMARKS), help="the benchmark")
+    parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its own arguments")
+
+
+def run(arguments: Namespace) -> int:
+    """Measures. The exit status: 0 when every goal of the benchmark was met."""
+    module_name, meaning = BENCHMARKS[arguments.name]
+    module = import_module(module_name)
+    parser = ArgumentParser(prog=f"kvlease bench {arguments.name}", description=meaning)
+    module.add_arguments(parser)
+    status: int = module.run(parser.parse_args(arguments.arguments))
+    return status
