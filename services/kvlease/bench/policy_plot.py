@@ -1,5 +1,6 @@
 """The plot of `kvlease bench policy`: reuse against what is kept, and against a budget."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ def plot(report: "PolicyReport", path: Path) -> None:
         InvalidArgument: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        figures: Any = import_module("matplotlib.figure")
     except ImportError as error:
         raise InvalidArgument("plots need matplotlib: pip install 'kvlease[bench]'") from error
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure: Any = figures.Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     _unlimited(left, report)
     _budgets(right, report)

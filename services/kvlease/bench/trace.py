@@ -18,7 +18,12 @@ BLOCK_TOKENS = 512
 BYTES_PER_TOKEN = 256 << 10
 GIB = 1 << 30
 
-LINE_TYPES = {"timestamp": (int, float), "input_length": int, "output_length": int, "hash_ids": list}
+LINE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "timestamp": (int, float),
+    "input_length": (int,),
+    "output_length": (int,),
+    "hash_ids": (list,),
+}
 
 
 @dataclass(frozen=True, slots=True)
