@@ -7,7 +7,10 @@ import trustme
 
 from kvlease.core.errors import InvalidArgument, StoreUnavailable
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
+from kvlease.registry.config import RegistryConfig
 from kvlease.store.etcd import EtcdStore
+from kvlease.store.settings import make_store
+from stubs.certificates import Authority
 from stubs.etcd import options_of
 from stubs.records import engine
 
@@ -65,3 +68,33 @@ def test_a_certificate_that_cannot_be_read_is_refused_by_name(tmp_path: Path) ->
     missing = str(tmp_path / "missing.pem")
     with pytest.raises(InvalidArgument, match=r"missing\.pem"):
         EtcdStore(options_of(EmbeddedEtcd(), endpoints=("127.0.0.1:1",), ca_file=missing))
+
+
+async def test_the_store_follows_the_certificates_of_tls_dir_without_a_restart(tmp_path: Path) -> None:
+    authority, other = Authority(), Authority()
+    served = authority.issue(tmp_path / "etcd")
+    own = authority.issue(tmp_path / "own", "kvlease-registry")
+    url = "https://127.0.0.1:0"
+    etcd = EmbeddedEtcd(
+        (
+            *("--listen-client-urls", url, "--advertise-client-urls", url),
+            *("--cert-file", str(served / "tls.crt"), "--key-file", str(served / "tls.key")),
+            *("--trusted-ca-file", str(served / "ca.crt"), "--client-cert-auth"),
+        )
+    )
+    await etcd.start()
+    settings = RegistryConfig(
+        etcd_endpoints=f"https://{etcd.endpoint}", tls_dir=str(own), store_call_s=2.0, etcd_accept_old=True
+    )
+    settings.validate()
+    store = make_store(settings)
+    try:
+        assert await store.list_engines() == ()
+        other.issue(own, "kvlease-registry")
+        with pytest.raises(StoreUnavailable):
+            await store.list_engines()
+        authority.issue(own, "kvlease-registry")
+        assert await store.list_engines() == ()
+    finally:
+        await store.close()
+        await etcd.stop()

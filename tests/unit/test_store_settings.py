@@ -67,3 +67,9 @@ async def test_the_settings_name_the_store() -> None:
 def test_the_end_of_a_prefix_lies_after_all_its_keys_and_before_others() -> None:
     end = prefix_end("/kvlease/v1/leases/")
     assert b"/kvlease/v1/leases/\xff" < end <= b"/kvlease/v1/leases0"
+
+
+def test_https_endpoints_need_certificates_to_check_them_against() -> None:
+    with pytest.raises(ConfigError, match="needs etcd_ca_file"):
+        RegistryConfig(etcd_endpoints="https://etcd-0:2379").validate()
+    RegistryConfig(etcd_endpoints="https://etcd-0:2379", tls_dir="/certificates").validate()
