@@ -34,6 +34,7 @@ class EngineTable:
         self._unregistered: OrderedDict[str, tuple[float, Engine]] = OrderedDict()
         self._running: Counter[str] = Counter()
         self._suspect_until_s: dict[str, float] = {}
+        self._stalled: set[str] = set()
 
     def apply(self, batch: Batch[Engine]) -> None:
         """Takes what the watch tells."""
@@ -51,6 +52,7 @@ class EngineTable:
             for engine_id, until_s in self._suspect_until_s.items()
             if engine_id in self._engines
         }
+        self._stalled &= self._engines.keys()
 
     def get(self, engine_id: str) -> Engine | None:
         """An engine that may serve a turn."""
@@ -86,6 +88,19 @@ class EngineTable:
     def suspect(self, engine_id: str) -> None:
         """A call to the engine failed."""
         self._suspect_until_s[engine_id] = self._clock.now_s() + self._suspect_s
+
+    def stall(self, engine_id: str) -> None:
+        """The engine makes no progress: it is avoided until it recovers."""
+        self._stalled.add(engine_id)
+
+    def recover(self, engine_id: str) -> None:
+        """The engine makes progress again."""
+        self._stalled.discard(engine_id)
+        self._suspect_until_s.pop(engine_id, None)
+
+    def is_stalled(self, engine: Engine) -> bool:
+        """Whether an engine is avoided because it made no progress."""
+        return engine.holder.engine_id in self._stalled
 
     def headers(self, engine: Engine) -> Mapping[str, str]:
         """What a request needs to reach this engine and not another rank behind the same URL."""
@@ -124,7 +139,9 @@ class EngineTable:
             retain=engine.retain and registered,
             prefix_caching=engine.prefix_caching,
             running=self._running[engine_id],
-            suspect=not registered or now_s < self._suspect_until_s.get(engine_id, now_s),
+            suspect=not registered
+            or engine_id in self._stalled
+            or now_s < self._suspect_until_s.get(engine_id, now_s),
             registered=registered,
             draining=engine.draining,
         )

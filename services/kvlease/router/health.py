@@ -1,0 +1,204 @@
+"""Whether engines make progress: one that answers health checks may serve nobody all the same.
+
+An engine is stalled when requests wait for it and no byte of any of them has come for a bound. The requests
+that wait are given up, so that they can be served elsewhere; the engine gets no others while there is a choice,
+and comes back when it answers a probe: a completion of one token.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvlease.core.clock import Clock
+from kvlease.core.records import Engine
+from kvlease.router.engines import RANK_HEADER, EngineTable
+from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers
+from kvlease.router.ports import EnginePort, EngineReply, LegError
+
+CHECKS_PER_STALL = 8
+CHECK_INTERVAL_MAX_S = 1.0
+PROBE_PATH = "/v1/completions"
+
+log = logging.getLogger(__name__)
+Address = tuple[str, str]
+"""Base URL and data-parallel rank: an engine, whatever it registered as."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthLimits:
+    """Bounds of progress.
+
+    Attributes:
+        stall_s: an engine that gives no byte for this long, though requests wait, is stalled.
+        probe_interval_s: how often a stalled engine is probed.
+        probe_timeout_s: bound of one probe.
+    """
+
+    stall_s: float = 60.0
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Seat:
+    """The requests of one engine.
+
+    Attributes:
+        progress_s: when a byte came last.
+        waiting: the requests that wait for bytes, and since when. One whose client is slow is not among them.
+    """
+
+    progress_s: float
+    waiting: dict[asyncio.Timeout, float] = field(default_factory=dict[asyncio.Timeout, float])
+    users: int = 0
+
+    def wait(self, request: asyncio.Timeout, now_s: float) -> None:
+        """A request waits for bytes from here on."""
+        self.waiting[request] = now_s
+
+    def progress(self, request: asyncio.Timeout, now_s: float) -> None:
+        """Bytes of a request came."""
+        self.waiting.pop(request, None)
+        self.progress_s = now_s
+
+    def is_stalled(self, now_s: float, stall_s: float) -> bool:
+        """Whether requests wait, and nothing has come of any of them for so long."""
+        oldest_s = min(self.waiting.values(), default=now_s)
+        return now_s - max(oldest_s, self.progress_s) >= stall_s
+
+
+class EngineHealth:
+    """An `EnginePort` that watches the one below; `run` acts on what it sees."""
+
+    def __init__(
+        self,
+        port: EnginePort,
+        engines: EngineTable,
+        clock: Clock,
+        limits: HealthLimits,
+        credentials: EngineCredentials = CLIENTS_CREDENTIALS,
+    ) -> None:
+        self._port = port
+        self._engines = engines
+        self._clock = clock
+        self._limits = limits
+        self._credentials = credentials
+        self._seats: dict[Address, _Seat] = {}
+
+    @property
+    def requests_in_flight(self) -> int:
+        """Requests at all engines."""
+        return sum(seat.users for seat in self._seats.values())
+
+    @asynccontextmanager
+    async def call(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, timeout_s: float
+    ) -> AsyncGenerator[EngineReply, None]:
+        """Sends a request. `LegError` also when the engine stalls."""
+        address = _base(url), headers.get(RANK_HEADER, "")
+        seat = self._seats.setdefault(address, _Seat(self._clock.now_s()))
+        seat.users += 1
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                seat.wait(scope, self._clock.now_s())
+                async with self._port.call(method, url, headers, body, timeout_s) as reply:
+                    seat.progress(scope, self._clock.now_s())
+                    yield _WatchedReply(reply, self._clock, seat, scope)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise LegError("the engine makes no progress", sent=True) from error
+        finally:
+            seat.waiting.pop(scope, None)
+            seat.users -= 1
+            if not seat.users:
+                del self._seats[address]
+
+    async def run(self) -> None:
+        """Takes stalled engines out of rotation and probes them until cancelled."""
+        interval_s = min(CHECK_INTERVAL_MAX_S, self._limits.stall_s / CHECKS_PER_STALL)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._probe_stalled())
+            while True:
+                await asyncio.sleep(interval_s)
+                self._check()
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        now_s = self._clock.now_s()
+        for engine in self._engines.all():
+            address = engine.url, self._engines.headers(engine).get(RANK_HEADER, "")
+            seat = self._seats.get(address)
+            if seat is None or not seat.is_stalled(now_s, self._limits.stall_s):
+                continue
+            engine_id = engine.holder.engine_id
+            log.warning("engine stalls", extra={"engine_id": engine_id, "waiting": len(seat.waiting)})
+            self._engines.stall(engine_id)
+            for scope in seat.waiting:
+                scope.reschedule(asyncio.get_running_loop().time())
+            seat.waiting.clear()
+
+    async def _probe_stalled(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.probe_interval_s)
+            stalled = [engine for engine in self._engines.all() if self._engines.is_stalled(engine)]
+            await asyncio.gather(*(self._probe(engine) for engine in stalled))
+
+    async def _probe(self, engine: Engine) -> None:
+        """Asks for one token; any answer that is no fault of the engine's is progress."""
+        engine_id, timeout_s = engine.holder.engine_id, self._limits.probe_timeout_s
+        headers = {
+            **engine_headers((), f"probe-{engine_id}", self._credentials),
+            **self._engines.headers(engine),
+        }
+        body = json.dumps({"model": engine.model, "prompt": "x", "max_tokens": 1, "temperature": 0}).encode()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._port.call("POST", engine.url + PROBE_PATH, headers, body, timeout_s) as reply,
+            ):
+                await reply.body()
+                answered = reply.status < 500
+        except (LegError, TimeoutError):
+            return
+        if answered:
+            log.info("engine answers again", extra={"engine_id": engine_id})
+            self._engines.recover(engine_id)
+
+
+class _WatchedReply:
+    """An answer whose bytes are progress."""
+
+    def __init__(self, reply: EngineReply, clock: Clock, seat: _Seat, scope: asyncio.Timeout) -> None:
+        self._reply = reply
+        self._clock = clock
+        self._seat = seat
+        self._scope = scope
+        self.status = reply.status
+        self.headers = reply.headers
+
+    async def body(self) -> bytes:
+        """The whole body."""
+        self._seat.wait(self._scope, self._clock.now_s())
+        body = await self._reply.body()
+        self._seat.progress(self._scope, self._clock.now_s())
+        return body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
+        seat, scope, clock = self._seat, self._scope, self._clock
+        seat.wait(scope, clock.now_s())
+        async for chunk in self._reply.chunks():
+            seat.progress(scope, clock.now_s())
+            yield chunk
+            seat.wait(scope, clock.now_s())
+
+
+def _base(url: str) -> str:
+    """The engine's own URL, which the path of an API follows."""
+    return url.partition("/v1/")[0]
