@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvlease.runtime.admin import AdminSettings
 from kvlease.runtime.config import require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
@@ -9,7 +10,7 @@ from kvlease.store.settings import StoreSettings
 
 
 @dataclass(frozen=True)
-class RegistryConfig(StoreSettings, TracingSettings):
+class RegistryConfig(StoreSettings, TracingSettings, AdminSettings):
     """Settings of one registry. All durations are seconds."""
 
     listen: str = setting(
@@ -36,6 +37,7 @@ class RegistryConfig(StoreSettings, TracingSettings):
         """
         self.validate_store()
         self.validate_tracing()
+        self.validate_admin()
         require(
             3 * self.heartbeat_interval_s <= self.lease_duration_s,
             f"3 * heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not exceed lease_duration_s "

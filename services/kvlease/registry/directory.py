@@ -26,6 +26,10 @@ class EngineDirectory:
         """The engine that is registered under an id, if the watch has told so."""
         return self._engines.get(engine_id)
 
+    def all(self) -> tuple[Engine, ...]:
+        """Every engine that the watch has told of."""
+        return tuple(self._engines.values())
+
     async def follow(self) -> None:
         """Keeps in step with the store until cancelled."""
         while True:

@@ -148,6 +148,10 @@ class Registry:
         )
         return PendingBeat(session, beat.sequence, answers)
 
+    def known_engines(self) -> tuple[Engine, ...]:
+        """The engines that the watch has told of, without asking the store."""
+        return self._directory.all()
+
     async def follow_engines(self) -> None:
         """Keeps the engines at hand until cancelled; without it the store is asked for each call."""
         await self._directory.follow()

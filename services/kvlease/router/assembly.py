@@ -10,12 +10,13 @@ from kvlease.router.config import RouterConfig
 from kvlease.router.conversations import ConversationTable
 from kvlease.router.engines import EngineTable
 from kvlease.router.heartbeat import Heartbeat
-from kvlease.router.metrics import TurnMetrics
+from kvlease.router.metrics import TableGauges, TurnMetrics
 from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
 from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 from kvlease.router.turn import TurnServices
 from kvlease.router.watch import follow
+from kvlease.runtime.metrics import Metrics
 
 
 def make_services(
@@ -27,6 +28,7 @@ def make_services(
     tracing: TurnTracing = NO_TRACING,
     renewals: RenewalTable | None = None,
     tenancy: Tenancy | None = None,
+    metrics: Metrics | None = None,
 ) -> TurnServices:
     """A router's parts over its ports, with empty tables. `renewals` stands in for an empty table of its own.
 
@@ -35,17 +37,21 @@ def make_services(
     policy = config.renewal_policy()
     table = RenewalTable(policy) if renewals is None else renewals
     engines = EngineTable(clock, config.suspect_s, config.unregistered_s)
+    conversations = ConversationTable(clock, table, engines, random, config.conversations_max)
+    background = Background()
+    metrics = Metrics("router") if metrics is None else metrics
+    metrics.on_scrape(TableGauges(engines, conversations, table, background))
     return TurnServices(
         clock=clock,
         engines=engines,
-        conversations=ConversationTable(clock, table, engines, random, config.conversations_max),
+        conversations=conversations,
         renewals=table,
         heartbeat=Heartbeat(table, registry, clock, policy.interval_s),
         registry=registry,
         engine_port=engine_port,
         random=random,
-        background=Background(),
-        metrics=TurnMetrics(),
+        background=background,
+        metrics=TurnMetrics(metrics, clock, config.tenant_metrics_max),
         policy=policy,
         limits=config.turn_limits(),
         tracing=tracing,

@@ -8,6 +8,7 @@ from kvlease.core.renewal import RenewalPolicy
 from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
 from kvlease.router.tenancy import parse_networks
 from kvlease.router.turn import TurnLimits
+from kvlease.runtime.admin import AdminSettings
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
@@ -27,7 +28,7 @@ RELOADED_SETTINGS = frozenset(
 
 
 @dataclass(frozen=True)
-class RouterConfig(TracingSettings, TlsSettings):
+class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     """Settings of one router. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the OpenAI API; port 0: any free one")
@@ -74,6 +75,9 @@ class RouterConfig(TracingSettings, TlsSettings):
         "checked it",
         secret=True,
     )
+    tenant_metrics_max: int = setting(
+        50, "tenants with series of their own in the metrics; those that come later are counted together"
+    )
     stop_grace_s: float = setting(5.0, "turns in flight get this long to end when the router stops")
     log_level: str = setting("info", "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
@@ -85,6 +89,7 @@ class RouterConfig(TracingSettings, TlsSettings):
             ConfigError: one is broken.
         """
         self.validate_tracing()
+        self.validate_admin()
         try:
             self.renewal_policy()
         except InvalidArgument as error:
@@ -127,6 +132,7 @@ class RouterConfig(TracingSettings, TlsSettings):
             "suspect_s",
             "unregistered_s",
             "stop_grace_s",
+            "tenant_metrics_max",
         ):
             require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")
         for name in ("listen", "grpc_listen", "registry"):

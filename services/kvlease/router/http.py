@@ -88,7 +88,6 @@ class Front:
         for path in ("/v1/models", "/v1/models/"):
             app.router.add_get(path, self._models)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
         conversation = "/v1/kvlease/conversations/{conversation_id}"
         app.router.add_get(conversation, self._conversation)
         app.router.add_post(conversation + "/renew", self._renew)
@@ -170,10 +169,6 @@ class Front:
             "recorded_leases": self._services.conversations.recorded_leases,
         }
         return _json(body, 200 if able else 503)
-
-    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(headers=headers, body=self._services.metrics.exposition())
 
     async def _conversation(self, request: web.Request) -> web.StreamResponse:
         conversation = self._find(request)

@@ -1,45 +1,113 @@
-"""Counts of turns for Prometheus."""
+"""What a router counts of its turns, and what it tells of its tables when it is scraped."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
-from kvlease.router.conversations import TurnRecord
+from kvlease.core.clock import Clock
+from kvlease.core.planning import EngineSignal
+from kvlease.core.renewal import RenewalTable
+from kvlease.router.background import Background
+from kvlease.router.conversations import ConversationTable, TurnRecord
+from kvlease.router.engines import EngineTable
+from kvlease.router.measured import MeasuredEngines
+from kvlease.router.ports import EnginePort
+from kvlease.runtime import metric_catalogue as catalogue
+from kvlease.runtime.metrics import CallTimer, Metrics, Sample
 
-TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
+OTHER_TENANTS = "other"
+TENANT_DIGITS = 16
+
+
+class TenantLabels:
+    """Labels of tenants, bounded in number: the first `tenants_max` that come have their own for good."""
+
+    def __init__(self, tenants_max: int) -> None:
+        self._tenants_max = tenants_max
+        self._labels: dict[str, str] = {}
+
+    def label(self, tenant: str) -> str:
+        """The first digits of a tenant's digest, or `other`."""
+        label = self._labels.get(tenant)
+        if label is None:
+            if len(self._labels) >= self._tenants_max:
+                return OTHER_TENANTS
+            label = self._labels[tenant] = tenant[:TENANT_DIGITS]
+        return label
 
 
 class TurnMetrics:
-    """The metrics of one router; labels are closed sets."""
+    """Counts turns as they end."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        labels = ("path", "reason", "ended")
-        self._turns = Counter("kvlease_turns", "Turns by path and reason", labels, registry=self._registry)
-        self._prompt_tokens = Counter(
-            "kvlease_prompt_tokens", "Tokens of prompts", ("path",), registry=self._registry
-        )
-        self._reused_tokens = Counter(
-            "kvlease_reused_tokens",
-            "Tokens of prompts whose KV was not computed again",
-            ("path",),
-            registry=self._registry,
-        )
-        self._ttft = Histogram(
-            "kvlease_ttft_seconds",
-            "Time from the request to the first byte of the answer",
-            ("path",),
-            buckets=TTFT_BUCKETS_S,
-            registry=self._registry,
-        )
+    def __init__(self, metrics: Metrics, clock: Clock, tenants_max: int) -> None:
+        self._clock = clock
+        self._tenants = TenantLabels(tenants_max)
+        self._turns = metrics.counter(catalogue.TURNS)
+        self._ttft = metrics.histogram(catalogue.TTFT_SECONDS)
+        self._prompt = metrics.counter(catalogue.PROMPT_TOKENS)
+        self._reused = metrics.counter(catalogue.REUSED_TOKENS)
+        self._read = metrics.counter(catalogue.READ_TOKENS)
+        self._recomputed = metrics.counter(catalogue.RECOMPUTED_TOKENS)
+        self._tenant_prompt = metrics.counter(catalogue.TENANT_PROMPT_TOKENS)
+        self._tenant_reused = metrics.counter(catalogue.TENANT_REUSED_TOKENS)
+        self._legs = CallTimer(metrics, catalogue.LEG_SECONDS, clock.now_s)
 
-    def observe(self, record: TurnRecord) -> None:
+    def observe(self, record: TurnRecord, tenant: str) -> None:
         """Counts a turn that is over."""
-        path = record.path.value
+        path, label = record.path.value, self._tenants.label(tenant)
         self._turns.labels(path, record.reason.value, record.ended).inc()
-        self._prompt_tokens.labels(path).inc(record.prompt_tokens)
-        self._reused_tokens.labels(path).inc(record.reused_tokens)
+        self._prompt.labels(path).inc(record.prompt_tokens)
+        self._reused.labels(path).inc(record.reused_tokens)
+        self._read.labels(path).inc(record.read_tokens)
+        self._recomputed.labels(path).inc(max(0, record.prompt_tokens - record.reused_tokens))
+        self._tenant_prompt.labels(label).inc(record.prompt_tokens)
+        self._tenant_reused.labels(label).inc(record.reused_tokens)
         if record.ttft_s is not None:
             self._ttft.labels(path).observe(record.ttft_s)
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self._registry)
+    def engines(self, port: EnginePort, leg: str) -> EnginePort:
+        """The port with which a leg calls engines, its calls timed."""
+        return MeasuredEngines(port, self._legs, leg, self._clock)
+
+
+class TableGauges:
+    """What a router's tables hold at the moment of a scrape."""
+
+    def __init__(
+        self,
+        engines: EngineTable,
+        conversations: ConversationTable,
+        renewals: RenewalTable,
+        background: Background,
+    ) -> None:
+        self._engines = engines
+        self._conversations = conversations
+        self._renewals = renewals
+        self._background = background
+
+    def __call__(self) -> Iterator[Sample]:
+        """What a scrape has of them."""
+        yield from _engine_samples(self._engines.signals(""))
+        yield Sample(catalogue.CONVERSATIONS, len(self._conversations))
+        yield Sample(catalogue.RECORDED_LEASES, self._conversations.recorded_leases)
+        yield Sample(catalogue.RENEWED_LEASES, len(self._renewals))
+        yield Sample(catalogue.DROPPED_DUTIES, self._background.dropped)
+
+
+def _engine_samples(signals: Iterable[EngineSignal]) -> Iterator[Sample]:
+    states: Counter[tuple[str, str]] = Counter()
+    running: Counter[str] = Counter()
+    for signal in signals:
+        states[signal.role.value, _state(signal)] += 1
+        running[signal.role.value] += signal.running
+    for labels, count in sorted(states.items()):
+        yield Sample(catalogue.ENGINES, count, labels)
+    for role, count in sorted(running.items()):
+        yield Sample(catalogue.RUNNING_LEGS, count, (role,))
+
+
+def _state(signal: EngineSignal) -> str:
+    if not signal.registered:
+        return "unregistered"
+    if signal.draining:
+        return "draining"
+    return "suspect" if signal.suspect else "ready"

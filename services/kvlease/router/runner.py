@@ -31,8 +31,10 @@ class TurnRunner:
     def __init__(self, services: TurnServices) -> None:
         self._services = services
         tracing, port = services.tracing, services.engine_port
-        self._prefill = PrefillLeg(replace(services, engine_port=tracing.engines(port, attributes.PREFILL)))
-        self._decode = DecodeLeg(replace(services, engine_port=tracing.engines(port, attributes.DECODE)))
+        prefill = tracing.engines(services.metrics.engines(port, "prefill"), attributes.PREFILL)
+        decode = tracing.engines(services.metrics.engines(port, "decode"), attributes.DECODE)
+        self._prefill = PrefillLeg(replace(services, engine_port=prefill))
+        self._decode = DecodeLeg(replace(services, engine_port=decode))
 
     async def run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
         """Answers the client, whatever happens. Cancelling it aborts both legs."""
@@ -95,7 +97,7 @@ class TurnRunner:
             services.renewals.drop_pin(pin.pin_id)
             services.unpin(pin)
         record.ended = record.ended or "aborted"
-        services.metrics.observe(record)
+        services.metrics.observe(record, turn.request.tenant)
         services.tracing.closed(turn)
         log.info(
             "turn",

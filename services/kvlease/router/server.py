@@ -14,6 +14,7 @@ from kvlease.router.assembly import lasting_tasks, make_services
 from kvlease.router.config import RouterConfig
 from kvlease.router.engine_client import HttpEngines
 from kvlease.router.http import Front, FrontOptions
+from kvlease.router.measured import MeasuredRegistry
 from kvlease.router.ports import RandomPort, RegistryPort
 from kvlease.router.randomness import SystemRandom
 from kvlease.router.registry_client import GrpcRegistry
@@ -22,9 +23,11 @@ from kvlease.router.routing_service import RoutingServicer
 from kvlease.router.runner import TurnRunner
 from kvlease.router.tracing import TracedRegistry, TurnTracing
 from kvlease.router.turn import TurnServices
+from kvlease.runtime.admin import AdminServer
 from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.identity import Identity
+from kvlease.runtime.metrics import Metrics
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry, make_telemetry
 from kvlease.runtime.tls import Tls, make_tls
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
@@ -35,7 +38,8 @@ log = logging.getLogger(__name__)
 class RouterServer:
     """One router.
 
-    After `start`, `url` is the base of the OpenAI API and `grpc_address` the RoutingService's.
+    After `start`, `url` is the base of the OpenAI API, `grpc_address` the RoutingService's, and `admin_url` the
+    base of its metrics.
     """
 
     def __init__(
@@ -51,12 +55,15 @@ class RouterServer:
         self._tls = tls
         self._clock = clock
         self._telemetry = telemetry
-        self._registry = TracedRegistry(registry, telemetry.tracer) if telemetry.enabled else registry
+        self._metrics = Metrics("router")
+        measured = MeasuredRegistry(registry, self._metrics, clock)
+        self._registry = TracedRegistry(measured, telemetry.tracer) if telemetry.enabled else measured
         self._random = random or SystemRandom()
         self._exit = AsyncExitStack()
         self._reloader: Reloader | None = None
         self.url = ""
         self.grpc_address = ""
+        self.admin_url = ""
 
     @classmethod
     def connected(cls, config: RouterConfig, clock: Clock) -> "RouterServer":
@@ -80,6 +87,7 @@ class RouterServer:
             InvalidArgument: an address cannot be bound, or the keys file makes no sense.
         """
         try:
+            await self._start_admin()
             engine_port = await self._exit.enter_async_context(HttpEngines(self._tls))
             tracing = TurnTracing(self._telemetry.tracer)
             tenancy = make_tenancy(self._config)
@@ -91,6 +99,7 @@ class RouterServer:
                 self._random,
                 tracing,
                 tenancy=tenancy,
+                metrics=self._metrics,
             )
             self._reloader = Reloader(self._config, services.limits, tenancy)
             self._exit.push_async_callback(services.background.close)
@@ -100,7 +109,7 @@ class RouterServer:
         except BaseException:
             await self.stop()
             raise
-        log.info("router serves", extra={"url": self.url, "grpc": self.grpc_address})
+        log.info("router serves", extra={"url": self.url, "grpc": self.grpc_address, "admin": self.admin_url})
 
     async def stop(self) -> None:
         """Refuses requests, lets turns in flight end within the grace, then stops everything. Idempotent."""
@@ -124,9 +133,15 @@ class RouterServer:
 
         self._exit.push_async_callback(stop_tasks)
 
+    async def _start_admin(self) -> None:
+        admin = AdminServer(self._config, self._metrics, self._tls)
+        await admin.start()
+        self._exit.push_async_callback(admin.stop)
+        self.admin_url = admin.url
+
     async def _start_grpc(self, services: TurnServices) -> None:
         name = routing_pb2.DESCRIPTOR.services_by_name["RoutingService"].full_name
-        server = GrpcServer(self._config.grpc_listen, [name], self._telemetry, self._tls)
+        server = GrpcServer(self._config.grpc_listen, [name], self._telemetry, self._tls, self._metrics)
         servicer = RoutingServicer(services)
         routing_pb2_grpc.add_RoutingServiceServicer_to_server(servicer, server.server)
         server.bind()

@@ -11,6 +11,8 @@ from grpc_reflection.v1alpha import reflection
 from kvlease.core.errors import InvalidArgument, KvleaseError
 from kvlease.runtime.authorization import AuthorizationInterceptor
 from kvlease.runtime.grpc_handlers import Behaviour, wrapped_handler
+from kvlease.runtime.metrics import Metrics
+from kvlease.runtime.rpc_metrics import MetricsServerInterceptor
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry
 from kvlease.runtime.tls import Tls
 from kvlease.runtime.trace_interceptors import TracingServerInterceptor
@@ -63,6 +65,7 @@ class GrpcServer:
         telemetry: continues the traces of callers.
         tls: callers need a certificate, whose identity decides what they may call; None on a port that only
             trusted processes reach, and on unix sockets.
+        metrics: counts and times what is answered.
     """
 
     def __init__(
@@ -71,16 +74,18 @@ class GrpcServer:
         services: Sequence[str],
         telemetry: Telemetry = NO_TELEMETRY,
         tls: Tls | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._listen = listen
         self._tls = tls
         self._services = tuple(services)
         self._health = cast(Any, health).aio.HealthServicer()
         tracing = (TracingServerInterceptor(telemetry.tracer),) if telemetry.enabled else ()
+        measuring = (MetricsServerInterceptor(metrics),) if metrics is not None else ()
         unix = listen.startswith("unix:")
         guards = () if unix else (AuthorizationInterceptor(checked=tls is not None),)
         self.server = grpc.aio.server(
-            interceptors=(*tracing, ErrorInterceptor(), *guards), options=SERVER_OPTIONS
+            interceptors=(*measuring, *tracing, ErrorInterceptor(), *guards), options=SERVER_OPTIONS
         )
         self.address = listen
 

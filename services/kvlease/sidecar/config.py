@@ -4,6 +4,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from kvlease.core.records import EngineRole
+from kvlease.runtime.admin import AdminSettings
 from kvlease.runtime.config import ConfigError, require, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
@@ -12,7 +13,7 @@ from kvlease.store.settings import StoreSettings
 
 
 @dataclass(frozen=True)
-class SidecarConfig(StoreSettings, TracingSettings):
+class SidecarConfig(StoreSettings, TracingSettings, AdminSettings):
     """Settings of one sidecar. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:0", "host:port that serves the registry and other sidecars")
@@ -39,6 +40,7 @@ class SidecarConfig(StoreSettings, TracingSettings):
         """
         self.validate_store()
         self.validate_tracing()
+        self.validate_admin()
         require(
             self.pin_call_s < self.peer_call_s,
             f"pin_call_s ({self.pin_call_s:g}) must be below peer_call_s ({self.peer_call_s:g})",

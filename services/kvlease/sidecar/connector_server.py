@@ -12,10 +12,12 @@ from opentelemetry.trace import Tracer
 
 from kvlease.core.errors import InvalidArgument, KvleaseError
 from kvlease.core.lease import MissReason
+from kvlease.runtime.metrics import CallTimer
 from kvlease.runtime.telemetry import NO_TELEMETRY, joined_span, note_pin
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.connector_link import StreamConnectorLink
 from kvlease.sidecar.engine import AttachedEngine
+from kvlease.sidecar.metrics import MeasuredLink
 from kvlease.sidecar.sidecar import Sidecar
 from kvlease.v1 import connector_pb2, connector_pb2_grpc
 from kvlease.wire import attributes
@@ -40,8 +42,15 @@ class _StreamEnded(Exception):
 class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
     """Attaches connectors to the sidecar."""
 
-    def __init__(self, config: SidecarConfig, sidecar: Sidecar, tracer: Tracer = NO_TELEMETRY.tracer) -> None:
+    def __init__(
+        self,
+        config: SidecarConfig,
+        sidecar: Sidecar,
+        tracer: Tracer = NO_TELEMETRY.tracer,
+        timer: CallTimer | None = None,
+    ) -> None:
         self._config = config
+        self._timer = timer
         self._sidecar = sidecar
         self._tracer = tracer
 
@@ -50,7 +59,8 @@ class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
         link = StreamConnectorLink(self._config.pin_call_s, self._config.holder_call_s)
         try:
             facts, holds = await self._hello(request_iterator)
-            async with self._sidecar.attached(facts, holds, link) as engine:
+            asked = link if self._timer is None else MeasuredLink(link, self._timer)
+            async with self._sidecar.attached(facts, holds, asked) as engine:
                 hello = connector_pb2.SidecarHello(protocol_version=PROTOCOL_VERSION)
                 await context.write(connector_pb2.AttachResponse(hello=hello))
                 try:

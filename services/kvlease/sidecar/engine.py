@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from kvlease.core.lease import TERMINAL, LeaseKind, LeaseState, MissReason
 from kvlease.core.policy import LeaseUse, PrefillCost, eviction_order
 from kvlease.core.records import Engine, HolderGauges, LeaseRecord, Pinned, PinOutcome
 from kvlease.core.reuse import ReuseHistory, ReuseModel
-from kvlease.sidecar.ports import ConnectorLink
+from kvlease.sidecar.ports import ConnectorLink, LeaseEnded, no_listener
 from kvlease.sidecar.recorder import EngineRecorder
 
 OFFER_WAITERS_MAX = 4096
@@ -67,11 +67,19 @@ class _Offered:
 class AttachedEngine:
     """An engine whose connector is attached. The holder's table decides; this is only what it last said."""
 
-    def __init__(self, engine: Engine, link: ConnectorLink, recorder: EngineRecorder, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: ConnectorLink,
+        recorder: EngineRecorder,
+        clock: Clock,
+        ended: LeaseEnded = no_listener,
+    ) -> None:
         self.engine = engine
         self._link = link
         self._recorder = recorder
         self._clock = clock
+        self._ended = ended
         self._leases: dict[int, _Offered] = {}
         self._reuse = ReuseModel()
         self._history = ReuseHistory(self._reuse)
@@ -114,10 +122,20 @@ class AttachedEngine:
                 self._keep_early(event)
             elif event.state in _ENDING:
                 self._log_ending(lease.offer.record, event.state)
+                self._ended(lease.offer.record, event.state)
                 self._forget(event.lease_id)
             elif event.confirmed:
                 lease.offer = replace(lease.offer, provisional=False)
                 self._record(lease.offer)
+
+    def leases(self) -> Iterator[tuple[LeaseKind, bool]]:
+        """Kind of each lease that the engine holds, and whether it is provisional."""
+        return ((lease.offer.record.kind, lease.offer.provisional) for lease in self._leases.values())
+
+    def lose_all(self) -> None:
+        """The connector is gone, and with it every lease."""
+        for lease in self._leases.values():
+            self._ended(lease.offer.record, LeaseState.LOST)
 
     # --- what others ask ----------------------------------------------------------------------------------
 
@@ -264,4 +282,5 @@ class AttachedEngine:
         self._recorder.set_engine(self.engine)
         for lease_id, lease in list(self._leases.items()):
             if lease.offer.record.holder.epoch < holder.epoch:
+                self._ended(lease.offer.record, LeaseState.LOST)
                 self._forget(lease_id)

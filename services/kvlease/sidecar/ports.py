@@ -1,12 +1,19 @@
 """What a sidecar needs of the world besides a store and a clock."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvlease.core.holding import PinAsk
 from kvlease.core.ids import Holder
-from kvlease.core.lease import MissReason
-from kvlease.core.records import HolderGauges, PinOutcome
+from kvlease.core.lease import LeaseState, MissReason
+from kvlease.core.records import HolderGauges, LeaseRecord, PinOutcome
+
+LeaseEnded = Callable[[LeaseRecord, LeaseState], None]
+"""Hears of each lease that ended, and in which state: a terminal one, or DRAINING while a READ goes on."""
+
+
+def no_listener(record: LeaseRecord, state: LeaseState) -> None:
+    """Hears nothing."""
 
 
 class ConnectorLink(Protocol):

@@ -6,14 +6,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvlease.core.clock import Clock
+from kvlease.runtime.admin import AdminServer
 from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.runtime.measured_sidecars import MeasuredSidecars
+from kvlease.runtime.metric_catalogue import CONNECTOR_CALL_SECONDS
+from kvlease.runtime.metrics import CallTimer, Metrics
 from kvlease.runtime.sidecars import GrpcSidecars
 from kvlease.runtime.telemetry import make_telemetry
 from kvlease.runtime.tls import make_tls
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.connector_server import ConnectorServicer, prepare_socket
+from kvlease.sidecar.metrics import EngineGauges, LeaseEndings
 from kvlease.sidecar.service import SidecarServicer
 from kvlease.sidecar.sidecar import Sidecar
+from kvlease.store.measured import MeasuredStore
 from kvlease.store.port import Store
 from kvlease.v1 import connector_pb2, connector_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 
@@ -23,7 +29,8 @@ _log = logging.getLogger(__name__)
 class SidecarServer:
     """One sidecar, started and stopped as a whole.
 
-    After `start`, `address` is where others reach it and `socket_path` where connectors attach.
+    After `start`, `address` is where others reach it, `socket_path` where connectors attach, and `admin_url`
+    the base of its metrics.
     """
 
     def __init__(self, config: SidecarConfig, store: Store, clock: Clock) -> None:
@@ -32,11 +39,18 @@ class SidecarServer:
         self._clock = clock
         self._telemetry = make_telemetry("kvlease-sidecar", config)
         self._tls = make_tls(config)
-        self._peers = GrpcSidecars(self._telemetry, self._tls)
+        self._metrics = Metrics("sidecar")
+        self._admin = AdminServer(config, self._metrics, self._tls)
+        self._peers = MeasuredSidecars(GrpcSidecars(self._telemetry, self._tls), self._metrics)
         self._sidecar: Sidecar | None = None
         self._servers: list[GrpcServer] = []
         self.address = ""
         self.socket_path = Path(config.socket_dir)
+
+    @property
+    def admin_url(self) -> str:
+        """Base of the metrics."""
+        return self._admin.url
 
     async def start(self) -> None:
         """Serves others first, then lets connectors attach.
@@ -44,16 +58,20 @@ class SidecarServer:
         Raises:
             InvalidArgument: an address cannot be bound.
         """
+        await self._admin.start()
         public = GrpcServer(
             self._config.listen,
             [sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].full_name],
             self._telemetry,
             self._tls,
+            self._metrics,
         )
         port = public.bind()
         self.address = self._advertised(port)
-        sidecar = Sidecar(self._config, self.address, self._store, self._peers, self._clock)
+        store, ended = MeasuredStore(self._store, self._metrics), LeaseEndings(self._metrics)
+        sidecar = Sidecar(self._config, self.address, store, self._peers, self._clock, ended)
         self._sidecar = sidecar
+        self._metrics.on_scrape_later(EngineGauges(sidecar))
         sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(SidecarServicer(sidecar), public.server)
         self.socket_path = prepare_socket(self._config.socket_dir)
         local = GrpcServer(
@@ -61,13 +79,22 @@ class SidecarServer:
             [connector_pb2.DESCRIPTOR.services_by_name["ConnectorService"].full_name],
         )
         connector_pb2_grpc.add_ConnectorServiceServicer_to_server(
-            ConnectorServicer(self._config, sidecar, self._telemetry.tracer), local.server
+            ConnectorServicer(
+                self._config,
+                sidecar,
+                self._telemetry.tracer,
+                CallTimer(self._metrics, CONNECTOR_CALL_SECONDS),
+            ),
+            local.server,
         )
         local.bind()
         self._servers = [public, local]
         for server in self._servers:
             await server.start()
-        _log.info("sidecar serves", extra={"address": self.address, "socket": str(self.socket_path)})
+        _log.info(
+            "sidecar serves",
+            extra={"address": self.address, "socket": str(self.socket_path), "admin": self.admin_url},
+        )
 
     async def stop(self) -> None:
         """Detaches the connectors, which ends their engines' sessions, then refuses others. Idempotent."""
@@ -80,6 +107,7 @@ class SidecarServer:
             await server.stop(self._config.stop_grace_s)
         await self._peers.close()
         await self._telemetry.close()
+        await self._admin.stop()
 
     def _advertised(self, port: int) -> str:
         if not self._config.advertise:

@@ -15,7 +15,7 @@ from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, HolderGauges, LeaseRecord, PinOutcome
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.engine import AttachedEngine
-from kvlease.sidecar.ports import ConnectorLink, PeerTransport
+from kvlease.sidecar.ports import ConnectorLink, LeaseEnded, PeerTransport, no_listener
 from kvlease.sidecar.recorder import EngineRecorder, RecorderTimes
 from kvlease.store.port import Store
 
@@ -30,13 +30,20 @@ class Sidecar:
     """
 
     def __init__(
-        self, config: SidecarConfig, address: str, store: Store, peers: PeerTransport, clock: Clock
+        self,
+        config: SidecarConfig,
+        address: str,
+        store: Store,
+        peers: PeerTransport,
+        clock: Clock,
+        ended: LeaseEnded = no_listener,
     ) -> None:
         self._config = config
         self._address = address
         self._store = store
         self._peers = peers
         self._clock = clock
+        self._ended = ended
         self._engines: dict[str, AttachedEngine] = {}
         self._attachments: dict[AttachedEngine, asyncio.Event] = {}
         self._draining: set[Holder] = set()
@@ -65,7 +72,7 @@ class Sidecar:
             self._supersede,
             lambda error: link.close(str(error)),
         )
-        attached = AttachedEngine(engine, link, recorder, self._clock)
+        attached = AttachedEngine(engine, link, recorder, self._clock, self._ended)
         await recorder.open()
         for hold in holds:
             attached.offer(hold)
@@ -82,6 +89,7 @@ class Sidecar:
         finally:
             if self._engines.get(engine_id) is attached:
                 del self._engines[engine_id]
+            attached.lose_all()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await recorder.end()
@@ -189,6 +197,10 @@ class Sidecar:
         _log.info(
             "engine drained" if not undo else "engine takes turns again", extra={"engine_id": engine_id}
         )
+
+    def engines(self) -> tuple[AttachedEngine, ...]:
+        """The engines that are attached."""
+        return tuple(self._engines.values())
 
     # --- inside -------------------------------------------------------------------------------------------
 
