@@ -857,5 +857,6 @@ async def test_metrics_count_turns_by_path_and_reason(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:
     await stack.chat(FIRST)
-    text = (await stack.send("GET", "/metrics")).raw.decode()
+    async with stack.session.get(stack.router.admin_url + "/metrics") as response:
+        text = await response.text()
     assert 'kvlease_turns_total{ended="well",path="recompute",reason="first_turn"} 1.0' in text

@@ -176,7 +176,8 @@ class Pair:
     async def turns_counted(self, path: str, reason: str) -> int:
         """Turns that ended well by this path, as the router's metrics count them."""
         labels = f'kvlease_turns_total{{ended="well",path="{path}",reason="{reason}"}} '
-        async with self.session.get(f"{self.stack.router_url}/metrics") as response:
+        assert self.stack.router is not None
+        async with self.session.get(f"{self.stack.router.admin_url}/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(labels))
 

@@ -255,7 +255,8 @@ def _print_invitation(stack: Stack, conversation_id: str) -> None:
     print(f"\nThe system stays up until Ctrl-C. Try it:\n\n  curl -i {url}/v1/chat/completions \\")
     print(f"    -H 'content-type: application/json' -d '{json.dumps(body)}'\n")
     print(f"  this conversation   {url}/v1/kvlease/conversations/{conversation_id}")
-    print(f"  metrics             {url}/metrics")
+    for name, admin_url in stack.admin_urls().items():
+        print(f"  {name + ' metrics':19} {admin_url}/metrics")
     for seat, engine_url in zip(stack.seats, stack.engine_urls(), strict=True):
         print(f"  {seat.role.value + ' engine':19} {engine_url}/metrics   log {seat.log_file}")
     sys.stdout.flush()

@@ -115,6 +115,15 @@ class Stack:
         """Base URL of the OpenAI API."""
         return self.router.url if self.router is not None else ""
 
+    def admin_urls(self) -> dict[str, str]:
+        """Where each part's metrics are."""
+        urls = {f"sidecar {number}": sidecar.admin_url for number, sidecar in enumerate(self.sidecars)}
+        if self.registry is not None:
+            urls["registry"] = self.registry.admin_url
+        if self.router is not None:
+            urls["router"] = self.router.admin_url
+        return urls
+
     def engine_urls(self, role: EngineRole | None = None) -> list[str]:
         """Base URLs of the engines, of one role or all."""
         pairs = zip(self.seats, self.engines, strict=True)
