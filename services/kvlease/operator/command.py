@@ -116,6 +116,17 @@ def add_registry_flag(parser: ArgumentParser) -> None:
     )
 
 
+def add_routing_flag(parser: ArgumentParser) -> None:
+    """Adds `--routing`."""
+    parser.add_argument(
+        "--routing",
+        type=host_port,
+        default=os.environ.get("KVLEASE_ROUTING", DEFAULT_ROUTING),
+        metavar="HOST:PORT",
+        help=f"a router's gRPC address (default: KVLEASE_ROUTING, else {DEFAULT_ROUTING})",
+    )
+
+
 def host_port(text: str) -> str:
     """An address as a flag.
 

@@ -6,7 +6,7 @@ import grpc.aio
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import TurnPath
-from kvlease.router.conversations import TurnRecord
+from kvlease.router.conversations import Conversation, TurnRecord
 from kvlease.router.purge import release_tenant
 from kvlease.router.turn import TurnServices
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
@@ -35,8 +35,10 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
     ) -> routing_pb2.GetConversationResponse:
         """The latest turns; none of a conversation that is not known."""
         found = self._conversations.find(request.tenant, request.conversation_id)
-        turns = [_turn_to_wire(record) for record in found.turns] if found is not None else []
-        return routing_pb2.GetConversationResponse(turns=turns)
+        if found is None:
+            return routing_pb2.GetConversationResponse(known=False)
+        turns = [_turn_to_wire(record) for record in found.turns]
+        return routing_pb2.GetConversationResponse(turns=turns, known=True, lease=self._lease_of(found))
 
     async def RenewConversation(
         self, request: routing_pb2.RenewConversationRequest, context: Context
@@ -69,6 +71,16 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
         released = await release_tenant(self._services, request.tenant)
         return routing_pb2.ReleaseTenantResponse(leases_released=released)
 
+    def _lease_of(self, conversation: Conversation) -> routing_pb2.BelievedLease | None:
+        lease = conversation.lease
+        if lease is None:
+            return None
+        return routing_pb2.BelievedLease(
+            lease_id=lease.lease_id,
+            engine_id=lease.holder.engine_id,
+            belief=self._conversations.belief(conversation),
+        )
+
 
 def _turn_to_wire(record: TurnRecord) -> routing_pb2.TurnRecord:
     message = routing_pb2.TurnRecord(
@@ -79,6 +91,13 @@ def _turn_to_wire(record: TurnRecord) -> routing_pb2.TurnRecord:
         reused_tokens=record.reused_tokens,
         prefill_engine_id=record.prefill_engine_id,
         decode_engine_id=record.decode_engine_id,
+        request_id=record.request_id,
+        ended=record.ended,
+        completion_tokens=record.completion_tokens,
+        read_tokens=record.read_tokens,
+        local_tokens=record.local_tokens,
+        verified_tokens=record.verified_tokens,
+        outcome=record.outcome,
     )
     if record.ttft_s is not None:
         message.ttft.CopyFrom(duration_to_wire(record.ttft_s))

@@ -1,0 +1,78 @@
+"""`kvlease drain`: keeps new turns away from an engine, and waits until it has nothing left to do."""
+
+import asyncio
+from argparse import ArgumentParser, Namespace
+
+from kvlease.core.clock import Clock
+from kvlease.core.errors import UnknownEngine
+from kvlease.core.records import Engine, HolderGauges
+from kvlease.operator.command import (
+    Exit,
+    OperatorError,
+    add_common_flags,
+    add_registry_flag,
+    perform,
+    seconds,
+    show,
+)
+from kvlease.operator.connection import Fleet, RegistryClient, fleet
+from kvlease.operator.rows import engine_row
+from kvlease.runtime.clock import LoopClock
+
+COLUMNS = ("engine_id", "state", "running_requests", "reading_blocks", "held_blocks")
+LOOK_AGAIN_S = 0.5
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the flags of `kvlease drain`."""
+    parser.add_argument("engine_id", metavar="ENGINE_ID", help="as `kvlease engines` shows it")
+    parser.add_argument("--undo", action="store_true", help="let it have turns again")
+    parser.add_argument(
+        "--wait-s",
+        type=seconds,
+        metavar="SECONDS",
+        help="wait at most this long until it computes nothing and nobody READs from it: then it may be stopped",
+    )
+    add_registry_flag(parser)
+    add_common_flags(parser)
+    parser.epilog = "Exit status: 0, 1 unknown or still busy after --wait-s, 2 usage, 3 no answer."
+
+
+def run(arguments: Namespace) -> int:
+    """Drains. The exit status: 1 when the engine is unknown, or busy for longer than was to be waited."""
+    return perform("drain", _drain, arguments)
+
+
+async def _drain(arguments: Namespace) -> int:
+    async with fleet(arguments) as ways:
+        registry = await ways.registry(arguments.registry)
+        await registry.drain(arguments.engine_id, undo=arguments.undo)
+        engine, gauges = await _look(ways, registry, arguments.engine_id)
+        if arguments.wait_s is not None and not arguments.undo:
+            engine, gauges = await _until_idle(ways, registry, arguments, LoopClock())
+    show([engine_row(engine, gauges)], COLUMNS, arguments.output)
+    return Exit.OK
+
+
+async def _until_idle(
+    ways: Fleet, registry: RegistryClient, arguments: Namespace, clock: Clock
+) -> tuple[Engine, HolderGauges]:
+    end_s = clock.now_s() + arguments.wait_s
+    while True:
+        engine, gauges = await _look(ways, registry, arguments.engine_id)
+        if gauges.running_requests == 0 and gauges.reading_blocks == 0:
+            return engine, gauges
+        if clock.now_s() >= end_s:
+            raise OperatorError(
+                f"engine {arguments.engine_id} still computes {gauges.running_requests} requests and "
+                f"{gauges.reading_blocks} of its blocks are being read after {arguments.wait_s:g} s",
+                Exit.PROBLEM,
+            )
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _look(ways: Fleet, registry: RegistryClient, engine_id: str) -> tuple[Engine, HolderGauges]:
+    for engine in await registry.list_engines():
+        if engine.holder.engine_id == engine_id:
+            return engine, await ways.read_gauges(engine)
+    raise UnknownEngine(f"engine {engine_id} is not registered")
