@@ -8,8 +8,9 @@ import pytest
 from kvlease.core.conversation import tenant_digest
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.turn import TurnParams
+from kvlease.router.apis.choices import ChoicesDialect
 from kvlease.router.bodies import (
-    Api,
+    Reading,
     TurnRequest,
     client_answer,
     decode_body,
@@ -18,9 +19,11 @@ from kvlease.router.bodies import (
     prefill_body,
     report_of,
 )
+from kvlease.router.dialect import Api
 
 TENANT = tenant_digest("key")
 PARAMS = TurnParams(TENANT)
+ANY = ChoicesDialect(Api.CHAT, {})
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -67,7 +70,7 @@ def test_the_salt_binds_the_tenant_and_the_clients_own(salt: object) -> None:
 
 def test_without_isolation_the_clients_salt_stays() -> None:
     raw = json.dumps({"messages": MESSAGES}).encode()
-    assert "cache_salt" not in parse_turn(Api.CHAT, raw, TENANT, isolate=False).body
+    assert "cache_salt" not in parse_turn(Api.CHAT, raw, TENANT, reading=Reading(isolate=False)).body
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,6 @@ def test_completions_get_no_field_of_the_chat_api() -> None:
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None, "other": 1}])
 def test_a_stream_counts_usage_for_the_router(options: dict[str, Any] | None) -> None:
     request = parsed(messages=MESSAGES, stream=True, stream_options=options)
-    assert not request.wants_usage
     sent = json.loads(decode_body(request, PARAMS))["stream_options"]
     assert sent == {**(options or {}), "include_usage": True}
 
@@ -153,8 +155,8 @@ def test_a_single_prompt_has_a_transcript(prompt: object, *, single: bool) -> No
 
 def test_an_answer_without_anything_of_ours_keeps_its_bytes() -> None:
     raw = b'{ "choices": [],  "x": 1.10 }'
-    assert client_answer(raw, parse_answer(raw)) is raw
-    assert client_answer(b"no json", parse_answer(b"no json")) == b"no json"
+    assert client_answer(raw, parse_answer(raw), ANY) is raw
+    assert client_answer(b"no json", parse_answer(b"no json"), ANY) == b"no json"
 
 
 @pytest.mark.parametrize("params", [None, "x", {}, {"kvlease": 1}, {"kvlease": {"prompt_tokens": 1}}])

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlease.router.apis.choices import ChoicesDialect, ChoicesReader
+from kvlease.router.dialect import Api
 from kvlease.router.ports import LegError
-from kvlease.router.sse import EVENT_BYTES_MAX, EventSplitter, ReplyReader, StreamCleaner
+from kvlease.router.sse import EVENT_BYTES_MAX, EventSplitter, StreamCleaner
+
+HIDES_USAGE = ChoicesDialect(Api.CHAT, {"stream": True})
+SHOWS_USAGE = ChoicesDialect(Api.CHAT, {"stream": True, "stream_options": {"include_usage": True}})
 
 
 def event(chunk: object) -> bytes:
@@ -50,7 +55,7 @@ def test_an_endless_event_breaks_the_stream() -> None:
 
 
 def test_a_reply_is_put_together_from_its_deltas() -> None:
-    reader = ReplyReader(choices=1)
+    reader = ChoicesReader(choices=1)
     calls = [
         {"index": 0, "id": "call", "function": {"name": "f", "arguments": None}},
         {"index": 0, "function": {"arguments": '{"a"'}},
@@ -73,7 +78,7 @@ def test_a_reply_is_put_together_from_its_deltas() -> None:
 
 
 def test_a_turn_has_ended_well_when_every_choice_has() -> None:
-    reader = ReplyReader(choices=2)
+    reader = ChoicesReader(choices=2)
     reader.read({"choices": [choice(finish="stop")]})
     assert not reader.finished_well
     reader.read({"choices": [choice(index=1, finish="length")]})
@@ -93,7 +98,7 @@ def test_a_turn_has_ended_well_when_every_choice_has() -> None:
     ],
 )
 def test_anything_else_is_no_good_end(chunk: dict[str, Any]) -> None:
-    reader = ReplyReader(choices=1)
+    reader = ChoicesReader(choices=1)
     reader.read(chunk)
     assert not reader.finished_well
 
@@ -112,33 +117,33 @@ def test_anything_else_is_no_good_end(chunk: dict[str, Any]) -> None:
     ],
 )
 def test_a_reply_that_calls_tools_awaits_them(chunks: list[dict[str, Any]], awaits: bool) -> None:
-    reader = ReplyReader(choices=1)
+    reader = ChoicesReader(choices=1)
     for chunk in chunks:
         reader.read({"choices": [chunk]})
     assert reader.awaits_tools is awaits
 
 
 def test_events_that_hold_nothing_of_ours_pass_byte_by_byte() -> None:
-    cleaner = StreamCleaner(ReplyReader(1), hide_usage=True)
+    cleaner = StreamCleaner(ChoicesReader(1), HIDES_USAGE)
     for raw in (b": comment\n\n", b"data:  {no json\n\n", b"data: 1\n\n", b'data:{"a": 1}\r\n\r\n', b"\n\n"):
         assert cleaner.take(raw).data == raw
 
 
 def test_the_end_of_a_stream_is_seen_however_it_is_written() -> None:
-    cleaner = StreamCleaner(ReplyReader(1), hide_usage=True)
+    cleaner = StreamCleaner(ChoicesReader(1), HIDES_USAGE)
     for raw in (b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n"):
         assert cleaner.take(raw).done
 
 
 def test_parameters_are_cut_out_of_an_event_and_its_other_lines_stay() -> None:
-    cleaner = StreamCleaner(ReplyReader(1), hide_usage=False)
+    cleaner = StreamCleaner(ChoicesReader(1), SHOWS_USAGE)
     raw = b"event: x\nid: 7\ndata: " + json.dumps({"a": "é", "kv_transfer_params": {}}).encode() + b"\n\n"
     assert cleaner.take(raw).data == 'event: x\nid: 7\ndata: {"a":"é"}\n\n'.encode()
 
 
 def test_usage_nobody_asked_for_is_cut_out_and_counted() -> None:
-    reader = ReplyReader(1)
-    cleaner = StreamCleaner(reader, hide_usage=True)
+    reader = ChoicesReader(1)
+    cleaner = StreamCleaner(reader, HIDES_USAGE)
     assert cleaner.take(event({"choices": [choice(content="x")], "usage": None})).data == (
         b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
     )
@@ -149,6 +154,6 @@ def test_usage_nobody_asked_for_is_cut_out_and_counted() -> None:
 
 
 def test_usage_that_was_asked_for_passes() -> None:
-    cleaner = StreamCleaner(ReplyReader(1), hide_usage=False)
+    cleaner = StreamCleaner(ChoicesReader(1), SHOWS_USAGE)
     raw = event({"choices": [], "usage": {"prompt_tokens": 3}})
     assert cleaner.take(raw).data == raw

@@ -79,6 +79,7 @@ class Transcript:
         root: 32 bytes that key the chain.
         prompt: the bytes of a plain prompt, None for messages.
         closed: a reply cannot continue the chain (a prompt of token ids).
+        replies: messages of the assistant in it; 0 begins something.
     """
 
     root: bytes
@@ -86,11 +87,17 @@ class Transcript:
     ends: tuple[int, ...]
     prompt: bytes | None = None
     closed: bool = False
+    replies: int = 0
 
     @property
     def text_bytes(self) -> int:
         """Bytes of text of the whole request."""
         return self.ends[-1] if self.ends else 0
+
+    @property
+    def key(self) -> int:
+        """The key that covers the whole request, 0 of an empty chain."""
+        return self.keys[-1] if self.keys else 0
 
     def suffix_bytes(self, leaf: Leaf) -> int | None:
         """Bytes of text after a leaf that this request extends, None when it does not extend it."""
@@ -125,11 +132,13 @@ def message_transcript(
     root = _root("chat", tenant, model, _canonical(tools))
     keys: list[int] = []
     ends: list[int] = []
+    replies = 0
     for message in messages:
         normalised = _normalised(message)
+        replies += isinstance(message, dict) and cast("dict[str, Any]", message).get("role") == "assistant"
         keys.append(_link(root, keys[-1] if keys else 0, _canonical(normalised)))
         ends.append((ends[-1] if ends else 0) + _text_bytes(normalised))
-    return Transcript(root, tuple(keys), tuple(ends))
+    return Transcript(root, tuple(keys), tuple(ends), replies=replies)
 
 
 def prompt_transcript(tenant: str, model: str, prompt: str | Sequence[int]) -> Transcript:

@@ -9,9 +9,11 @@ from kvlease.router.background import Background
 from kvlease.router.config import RouterConfig
 from kvlease.router.conversations import ConversationTable
 from kvlease.router.engines import EngineTable
+from kvlease.router.health import EngineHealth
 from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.metrics import TableGauges, TurnMetrics
 from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
+from kvlease.router.responses import ResponseStore
 from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 from kvlease.router.turn import TurnServices
@@ -37,6 +39,7 @@ def make_services(
     policy = config.renewal_policy()
     table = RenewalTable(policy) if renewals is None else renewals
     engines = EngineTable(clock, config.suspect_s, config.unregistered_s)
+    health = EngineHealth(engine_port, engines, clock, config.health_limits(), config.engine_credentials())
     conversations = ConversationTable(clock, table, engines, random, config.conversations_max)
     background = Background()
     metrics = Metrics("router") if metrics is None else metrics
@@ -48,7 +51,8 @@ def make_services(
         renewals=table,
         heartbeat=Heartbeat(table, registry, clock, policy.interval_s),
         registry=registry,
-        engine_port=engine_port,
+        engine_port=health,
+        health=health,
         random=random,
         background=background,
         metrics=TurnMetrics(metrics, clock, config.tenant_metrics_max),
@@ -56,6 +60,7 @@ def make_services(
         limits=config.turn_limits(),
         tracing=tracing,
         tenancy=TenancyByCredential() if tenancy is None else tenancy,
+        responses=ResponseStore(config.responses_max, config.responses_bytes_max),
     )
 
 
@@ -64,6 +69,7 @@ def lasting_tasks(services: TurnServices) -> list[Coroutine[Any, Any, None]]:
     registry = services.registry
     return [
         services.heartbeat.run(),
+        services.health.run(),
         follow("engines", registry.watch_engines, services.engines.apply),
         follow("leases", registry.watch_leases, services.conversations.apply),
     ]

@@ -6,6 +6,8 @@ from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import PlanLimits
 from kvlease.core.renewal import RenewalPolicy
 from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
+from kvlease.router.health import HealthLimits
+from kvlease.router.identity import SESSION_HEADERS
 from kvlease.router.tenancy import parse_networks
 from kvlease.router.turn import TurnLimits
 from kvlease.runtime.admin import AdminSettings
@@ -52,13 +54,39 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     turn_timeout_s: float = setting(1800.0, "bound of one turn, its streamed answer included")
     prefill_timeout_s: float = setting(120.0, "bound of one try of the prefill leg")
     suspect_s: float = setting(2.0, "an engine is avoided this long after a call to it failed")
+    stall_s: float = setting(
+        60.0,
+        "an engine that gives no byte this long, though requests wait for it, is avoided until it answers a "
+        "probe; above the longest prefill",
+    )
+    probe_interval_s: float = setting(1.0, "how often a stalled engine is asked for one token")
+    probe_timeout_s: float = setting(5.0, "bound of one such probe")
     unregistered_s: float = setting(300.0, "an engine whose sidecar is gone is the last resort this long")
     body_bytes_max: int = setting(32 << 20, "longest body of a request: images travel in it")
     conversations_max: int = setting(
         100_000, "conversations remembered; beyond, the least recent is forgotten"
     )
     session_headers: str = setting(
-        "X-Conversation-Id", "headers that may name the conversation, with commas; the first present counts"
+        ", ".join(SESSION_HEADERS),
+        "headers that may name the conversation, with commas; the first present counts. The default has what "
+        "Claude Code, Codex and OpenCode send",
+    )
+    strip_prompt_nonces: bool = setting(
+        False,
+        "take Claude Code's attribution line out of the head of a prompt: it changes with every request, and "
+        "nothing after it can be reused. Off: prompts are the client's own",
+    )
+    responses_max: int = setting(
+        10_000, "responses kept for previous_response_id; the least recent leave first"
+    )
+    responses_bytes_max: int = setting(256 << 20, "bytes of JSON of responses kept; likewise")
+    pass_unknown_paths: bool = setting(
+        True, "paths under /v1 that are not known here go to an engine; those that operate one never do"
+    )
+    cors_origins: str = setting(
+        "*",
+        "origins of browsers that may read answers, with commas; *: all, as at an engine: no cookie ever "
+        "authorises a request; empty: none",
     )
     isolate_tenants: bool = setting(True, "salt the engines' own prefix caches with the tenant")
     keys_file: str = setting(
@@ -117,12 +145,22 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             f"tenant_header ({self.tenant_header!r}) needs tenant_header_networks "
             f"({self.tenant_header_networks!r})",
         )
+        require(
+            self.stall_s < self.prefill_timeout_s,
+            f"stall_s ({self.stall_s:g}) must be below prefill_timeout_s ({self.prefill_timeout_s:g}): no "
+            f"other request would see a stall",
+        )
         for name in (
             "body_bytes_max",
+            "responses_max",
+            "responses_bytes_max",
             "conversations_max",
             "decode_running_max",
             "prefill_timeout_s",
             "keys_poll_s",
+            "stall_s",
+            "probe_interval_s",
+            "probe_timeout_s",
         ):
             require(getattr(self, name) > 0, f"{name} ({getattr(self, name):g}) must be above 0")
         for name in (
@@ -162,6 +200,10 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         if self.keys_file or self.tenant_header or self.engine_api_key:
             hidden = CREDENTIAL_HEADERS | ({self.tenant_header.lower()} - {""})
         return EngineCredentials(hidden, self.engine_api_key)
+
+    def health_limits(self) -> HealthLimits:
+        """The bounds of an engine's progress."""
+        return HealthLimits(self.stall_s, self.probe_interval_s, self.probe_timeout_s)
 
     def turn_limits(self) -> TurnLimits:
         """The bounds of a turn."""

@@ -1,6 +1,7 @@
 """The conversations that a router knows: which lease each one has, and how its turns went."""
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvlease.core.clock import Clock
@@ -18,6 +19,8 @@ from kvlease.router.ports import RandomPort
 from kvlease.store.port import Batch
 
 TURNS_KEPT = 32
+LEAVES_MAX = 16
+"""Leaves under one id that a client gave: sub-agents at work beside their parent, branches, best of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class Conversation:
         named: the client gave the id.
         lease: of the turn that finished last.
         leaf: where that turn ended.
-        claimed: a turn that goes on from the leaf is in flight.
+        claim: the key of the request that goes on from the leaf and is in flight; None without one.
+        branches: keys of the other leaves under the same id, the newest last.
         gaps_s: seconds between its latest turns, those spent on calls of tools left out.
         idle_since_s: when the last turn ended well, None once another turn has begun.
         awaits_tools: that turn's reply called tools.
@@ -88,7 +92,8 @@ class Conversation:
     named: bool
     lease: ConversationLease | None = None
     leaf: Leaf | None = None
-    claimed: bool = False
+    claim: int | None = None
+    branches: list[bytes] = field(default_factory=list[bytes])
     decode_engine_id: str = ""
     estimate: TokenEstimate = field(default_factory=TokenEstimate)
     turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
@@ -157,6 +162,12 @@ class ConversationTable:
         """A conversation by its id."""
         return self._conversations.get(conversation_key(tenant, conversation_id))
 
+    def leaves(self, conversation: Conversation) -> list[Conversation]:
+        """Everything that goes under a conversation's id, the one used last in the end."""
+        branches = (self._conversations.get(key) for key in conversation.branches)
+        known = [conversation, *(branch for branch in branches if branch is not None)]
+        return sorted(known, key=lambda leaf: leaf.used_s)
+
     # --- turns --------------------------------------------------------------------------------------------
 
     def open(self, request: TurnRequest) -> OpenTurn:
@@ -167,7 +178,7 @@ class ConversationTable:
         self._learn_gap(conversation)
         conversation.open_turns += 1
         if turn.claims:
-            conversation.claimed = True
+            conversation.claim = _key(request.transcript)
         if turn.base is not None:
             self._renewals.open(turn.base.lease_id)
         self._trim()
@@ -233,7 +244,7 @@ class ConversationTable:
         turn.conversation.open_turns -= 1
         turn.conversation.used_s = now_s
         if turn.claims:
-            turn.conversation.claimed = False
+            turn.conversation.claim = None
         if turn.base is not None:
             gap_s = self._expected_gap_s(turn.conversation)
             self._renewals.close(now_s, turn.base.lease_id, gap_s)
@@ -335,7 +346,38 @@ class ConversationTable:
         if record is not None and record.tenant == request.tenant and not self._has_live_lease(conversation):
             conversation.lease = self._adopt(record)
             conversation.decode_engine_id = record.holder.engine_id
-        return self._continue(request, conversation)
+        transcript = request.transcript
+        begun = conversation.leaf or conversation.lease or conversation.claim is not None
+        if transcript is None:
+            return self._continue(request, conversation)
+        return (
+            self._leaf_turn(request, transcript, conversation)
+            if begun
+            else self._claim(request, conversation)
+        )
+
+    def _leaf_turn(self, request: TurnRequest, transcript: Transcript, named: Conversation) -> OpenTurn:
+        """What a request goes on with under an id: of its leaves the one that shares the longest prefix.
+
+        A request that extends a leaf, asks for its reply once more, or repeats what is in flight, goes on there.
+        Any other one gets a leaf of its own, which reads what it shares and supersedes nothing: so agents at work
+        under one id keep their leases. What begins anew shares nothing. A history that is not known (a window
+        that slid on) takes the place of the leaf used last.
+        """
+        leaves = self.leaves(named)
+        places = {key: place for place, key in enumerate(transcript.keys)}
+        leaf = max(leaves, key=lambda one: (_shared(places, one), one.used_s))
+        if _shared(places, leaf) >= 0:
+            if leaf.claim is not None:
+                repeated = leaf.claim == transcript.key
+                return self._continue(request, leaf) if repeated else self._branch(request, named, leaf)
+            if _extends(transcript, leaf):
+                return self._claim(request, leaf)
+            return self._branch(request, named, leaf)
+        if not transcript.replies and transcript.prompt is None:
+            return self._branch(request, named, None)
+        idle = [one for one in leaves if one.claim is None and _model(one) in ("", request.model)]
+        return self._claim(request, idle[-1]) if idle else self._branch(request, named, leaves[-1])
 
     def _unnamed_turn(self, request: TurnRequest) -> OpenTurn:
         found = self._index.find(request.transcript) if request.transcript is not None else None
@@ -344,10 +386,8 @@ class ConversationTable:
             recorded = self._recorded_turn(request)
             return recorded or OpenTurn(self._mint(request), request.transcript, request.model)
         at_leaf = owner.leaf is not None and owner.leaf.key == found.leaf.key
-        if found.extends and at_leaf and not owner.claimed:
-            turn = self._continue(request, owner)
-            turn.claims = True
-            return turn
+        if found.extends and at_leaf and owner.claim is None:
+            return self._claim(request, owner)
         return self._fork(request, owner, found.leaf)
 
     def _recorded_turn(self, request: TurnRequest) -> OpenTurn | None:
@@ -381,9 +421,34 @@ class ConversationTable:
             first=not conversation.turns and lease is None,
         )
 
+    def _claim(self, request: TurnRequest, conversation: Conversation) -> OpenTurn:
+        """Goes on from a leaf, so that another request that does is a branch."""
+        turn = self._continue(request, conversation)
+        turn.claims = True
+        return turn
+
     def _fork(self, request: TurnRequest, owner: Conversation, leaf: Leaf) -> OpenTurn:
         """A branch: another conversation that may read the lease of the one it leaves."""
-        branch = self._mint(request)
+        return self._read_from(request, self._mint(request), owner, leaf)
+
+    def _branch(self, request: TurnRequest, named: Conversation, owner: Conversation | None) -> OpenTurn:
+        """Another leaf under a client's id, which may read the lease of the leaf it leaves."""
+        key = conversation_key(request.tenant, self._random.text_id())
+        branch = Conversation(key, named.tenant, named.conversation_id, named=True, turns=named.turns)
+        self._insert(branch)
+        named.branches = [*(leaf.key for leaf in self.leaves(named) if leaf is not named), key]
+        while len(named.branches) >= LEAVES_MAX:
+            named.branches.pop(0)
+        if owner is None:
+            turn = OpenTurn(branch, request.transcript, request.model)
+        else:
+            turn = self._read_from(request, branch, owner, owner.leaf or Leaf(()))
+        turn.claims = True
+        return turn
+
+    def _read_from(
+        self, request: TurnRequest, branch: Conversation, owner: Conversation, leaf: Leaf
+    ) -> OpenTurn:
         branch.estimate = owner.estimate
         branch.gaps_s = owner.gaps_s
         branch.decode_engine_id = owner.decode_engine_id
@@ -427,7 +492,7 @@ class ConversationTable:
             self._index.put(turn.conversation.key, leaf)
         if turn.claims:
             # The next turn may come before this one has closed.
-            turn.conversation.claimed = False
+            turn.conversation.claim = None
             turn.claims = False
         return leaf
 
@@ -449,3 +514,33 @@ class ConversationTable:
             if oldest is None:
                 return
             del self._conversations[oldest]
+
+
+def _key(transcript: Transcript | None) -> int:
+    return transcript.key if transcript is not None else 0
+
+
+def _model(conversation: Conversation) -> str:
+    return conversation.lease.model if conversation.lease is not None else ""
+
+
+def _known_leaves(conversation: Conversation) -> list[Leaf]:
+    """Where the last turn ended, and where its lease does: another router's turn is known by its lease alone."""
+    lease = conversation.lease
+    return [leaf for leaf in (conversation.leaf, lease.leaf if lease else None) if leaf is not None]
+
+
+def _shared(places: Mapping[int, int], conversation: Conversation) -> int:
+    """The place in a request of the last key that a leaf, or the turn in flight there, shares; -1 without one."""
+    keys = [key for leaf in _known_leaves(conversation) for key in leaf.keys]
+    if conversation.claim is not None:
+        keys.append(conversation.claim)
+    return max((places.get(key, -1) for key in keys), default=-1)
+
+
+def _extends(transcript: Transcript, conversation: Conversation) -> bool:
+    """The request goes on from the leaf, or asks for its reply once more."""
+    return any(
+        transcript.suffix_bytes(leaf) is not None or transcript.key == leaf.anchor
+        for leaf in _known_leaves(conversation)
+    )

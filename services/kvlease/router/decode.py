@@ -12,16 +12,12 @@ from kvlease.core.lease import LeaseKind
 from kvlease.core.planning import PlanReason, choose_decode
 from kvlease.core.records import Engine
 from kvlease.core.turn import CHAIN_KEYS_MAX, KeepOrder, ReadOrder, TurnParams
-from kvlease.router.bodies import (
-    client_answer,
-    decode_body,
-    error_body,
-    parse_answer,
-    report_of,
-)
+from kvlease.router.bodies import client_answer, decode_body, parse_answer, report_of
+from kvlease.router.dialect import ReplyReader
+from kvlease.router.errors import error_event
 from kvlease.router.headers import answer_headers
 from kvlease.router.ports import EngineReply, LegError
-from kvlease.router.sse import EventSplitter, ReplyReader, StreamCleaner
+from kvlease.router.sse import EventSplitter, StreamCleaner
 from kvlease.router.turn import (
     TRIES_A_LEG,
     PinnedLease,
@@ -172,7 +168,7 @@ class DecodeLeg:
     async def _relay_whole(self, turn: Turn, engine: Engine, reply: EngineReply) -> None:
         raw = await reply.body()
         answer = parse_answer(raw)
-        reader = ReplyReader(turn.request.choices)
+        reader = turn.request.dialect.reader()
         if answer is not None:
             reader.read(answer)
         turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
@@ -183,13 +179,13 @@ class DecodeLeg:
         self._end(turn, engine, reader, kept=report is None or report.kept_tokens > 0)
         self._learn(turn, reader)
         headers = {**answer_headers(reply.headers), **route_headers(turn)}
-        await turn.client.answer(reply.status, headers, client_answer(raw, answer))
+        await turn.client.answer(reply.status, headers, client_answer(raw, answer, turn.request.dialect))
 
     async def _relay_stream(
         self, turn: Turn, engine: Engine, handover: PinnedLease | None, reply: EngineReply
     ) -> None:
-        splitter, reader = EventSplitter(), ReplyReader(turn.request.choices)
-        cleaner = StreamCleaner(reader, hide_usage=turn.request.stream and not turn.request.wants_usage)
+        splitter, reader = EventSplitter(), turn.request.dialect.reader()
+        cleaner = StreamCleaner(reader, turn.request.dialect)
         done = False
         chunks = reply.chunks()
         async for chunk in chunks:
@@ -199,7 +195,7 @@ class DecodeLeg:
                 if passed.done:
                     done = True
                     if reader.failed_silently:
-                        parts.append(b"data: " + error_body(502, "the engine failed") + b"\n\n")
+                        parts.append(error_event(502, "the engine failed", "engine_failed", turn.request.api))
                 parts.append(passed.data)
             if reader.finished_well and not turn.record.ended:
                 self._end(turn, engine, reader, kept=True)
@@ -234,6 +230,7 @@ class DecodeLeg:
             turn.record.ended = "badly"
             return
         turn.record.ended = "well"
+        turn.request.dialect.remember(reader)
         opened.conversation.decode_engine_id = engine.holder.engine_id
         if not turn.record.lease_id or not kept:
             services.conversations.finish_without_lease(

@@ -1,30 +1,26 @@
-"""The OpenAI-compatible surface: routes, errors in OpenAI's shape, and the client's side of a turn."""
+"""The HTTP surface: which path is served how, and the client's side of a turn."""
 
-import json
 import logging
-import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
 
 from aiohttp import web
 
-from kvlease.core.errors import InvalidArgument, NotOwner
-from kvlease.core.ids import lease_id_to_hex
 from kvlease.core.records import EngineRole
-from kvlease.router.bodies import Api, TurnRequest, encode, error_body, parse_turn
-from kvlease.router.conversations import Conversation, ConversationTable, TurnRecord
-from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers, request_id_from
-from kvlease.router.ports import LegError
-from kvlease.router.purge import release_tenant
+from kvlease.router.answers import Answers, Handler, Refused, error_answer, json_answer, request_id_of
+from kvlease.router.bodies import Reading, TurnRequest, parse_turn
+from kvlease.router.client import HttpClient
+from kvlease.router.conversation_api import ConversationApi
+from kvlease.router.dialect import Api, text_of
+from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers
+from kvlease.router.identity import SESSION_HEADERS, header_id
+from kvlease.router.models import Models
+from kvlease.router.passing import PassThrough, passed_request
+from kvlease.router.response_api import ResponseApi
 from kvlease.router.runner import TurnRunner
-from kvlease.router.turn import JSON_HEADERS, RequestHead, TurnServices
-
-MODELS_TIMEOUT_S = 5.0
-ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
+from kvlease.router.turn import RequestHead, TurnServices
 
 log = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +32,20 @@ class FrontOptions:
         session_headers: headers that may name the conversation, the first one present counts.
         isolate_tenants: salt the engines' prefix caches with the tenant.
         engine_credentials: what stands for the caller towards engines.
+        strip_prompt_nonces: take nonces out of the head of a prompt.
+        pass_unknown_paths: pass paths under /v1 that are not known here to an engine.
+        cors_origins: origins of browsers that may read answers; `*`: all.
+        passed_timeout_s: bound of a request that is no turn.
     """
 
     body_bytes_max: int
-    session_headers: tuple[str, ...]
-    isolate_tenants: bool
+    session_headers: tuple[str, ...] = SESSION_HEADERS
+    isolate_tenants: bool = True
     engine_credentials: EngineCredentials = CLIENTS_CREDENTIALS
-
-
-class HttpClient:
-    """The `ClientPort` of one request."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self.response: web.StreamResponse | None = None
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Sends the head of a streamed answer."""
-        self.response = web.StreamResponse(status=status, headers=headers)
-        await self.response.prepare(self._request)
-
-    async def write(self, data: bytes) -> None:
-        """Sends a part; waits while the client is slow."""
-        if self.response is not None:
-            await self.response.write(data)
-
-    async def end(self) -> None:
-        """Ends a streamed answer."""
-        if self.response is not None:
-            await self.response.write_eof()
-
-    async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Keeps a whole answer for the server to send."""
-        self.response = web.Response(status=status, headers=headers, body=body)
+    strip_prompt_nonces: bool = False
+    pass_unknown_paths: bool = True
+    cors_origins: tuple[str, ...] = ("*",)
+    passed_timeout_s: float = 600.0
 
 
 class Front:
@@ -78,46 +55,50 @@ class Front:
         self._services = services
         self._runner = runner
         self._options = options
+        self._reading = Reading(options.isolate_tenants, options.strip_prompt_nonces, services.responses)
+        self._models = Models(services.engines, services.engine_port)
+        self._passing = PassThrough(
+            services.engines,
+            services.engine_port,
+            options.passed_timeout_s,
+            unknown=options.pass_unknown_paths,
+        )
 
     def application(self) -> web.Application:
         """The application, ready for a server that cancels the handlers of clients that left."""
-        app = web.Application(client_max_size=self._options.body_bytes_max, middlewares=[_json_errors])
-        for api in Api:
-            app.router.add_post(api.value, self._turn(api))
-            app.router.add_post(api.value + "/", self._turn(api))
-        for path in ("/v1/models", "/v1/models/"):
-            app.router.add_get(path, self._models)
-        app.router.add_get("/health", self._health)
-        conversation = "/v1/kvlease/conversations/{conversation_id}"
-        app.router.add_get(conversation, self._conversation)
-        app.router.add_post(conversation + "/renew", self._renew)
-        app.router.add_post(conversation + "/release", self._release)
-        app.router.add_delete("/v1/kvlease/tenants/{tenant}/leases", self._release_tenant)
+        answers = Answers(self._services.random, self._options.cors_origins)
+        app = web.Application(
+            client_max_size=self._options.body_bytes_max, middlewares=[answers.middleware()]
+        )
+        app.on_response_prepare.append(answers.prepare)
+        routes = [web.post(path, self._turn(api)) for api in Api for path in _spellings(api.value)]
+        routes += [web.get(path, self._list_models) for path in _spellings("/v1/models")]
+        routes += [
+            web.get("/v1/models/{model:.+}", self._model),
+            web.get("/", self._root),
+            web.get("/live", self._live),
+            web.get("/health", self._health),
+            web.get("/ready", self._health),
+            *ConversationApi(self._services, self._tenant).routes(),
+            *ResponseApi(self._services.responses, self._tenant).routes(),
+        ]
+        app.add_routes(routes)
+        app.router.add_route("*", "/{path:.*}", self._other(_methods(routes)))
         return app
 
     def _turn(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            request_id = request_id_from(request.headers.get("X-Request-Id"), self._services.random.text_id())
             tenant = self._tenant(request)
             raw = await request.read()
-            try:
-                turn = parse_turn(
-                    api,
-                    raw,
-                    tenant,
-                    self._header_id(request),
-                    isolate=self._options.isolate_tenants,
-                )
-            except InvalidArgument as error:
-                return _error(400, str(error), {"X-Request-Id": request_id})
-            # An engine refuses or mixes up two requests under one id, which a client's retry would bring.
-            leg_id = f"{request_id}-{self._services.random.text_id()[:8]}"
-            head = RequestHead(request_id, self._engine_headers(request, leg_id))
-            return await self._run(turn, head, HttpClient(request))
+            from_header = header_id(request.headers, self._options.session_headers)
+            turn = parse_turn(api, raw, tenant, from_header, self._reading)
+            head = RequestHead(request_id_of(), self._engine_headers(request), api)
+            return await self._run(turn, head, request)
 
         return handle
 
-    async def _run(self, turn: TurnRequest, head: RequestHead, client: HttpClient) -> web.StreamResponse:
+    async def _run(self, turn: TurnRequest, head: RequestHead, request: web.Request) -> web.StreamResponse:
+        client = HttpClient(request)
         try:
             await self._runner.run(turn, head, client)
         except ConnectionError:
@@ -127,40 +108,66 @@ class Front:
             if client.response is not None and client.response.prepared:
                 raise  # the connection is closed, so that nobody takes what was sent for a whole answer
             client.response = None
-        return client.response or _error(
-            500, "the turn ended without an answer", {"X-Request-Id": head.request_id}
+        return client.response or error_answer(
+            request, 500, "the turn ended without an answer", "internal_error"
         )
 
     def _tenant(self, request: web.Request) -> str:
         """Whom a request belongs to. Raises `NotOwner` when nobody that is served here."""
         return self._services.tenancy.tenant(request.headers, request.remote or "")
 
-    def _engine_headers(self, request: web.Request, leg_id: str) -> dict[str, str]:
+    def _engine_headers(self, request: web.Request) -> dict[str, str]:
+        """The headers of a leg.
+
+        An engine refuses or mixes up two requests under one id, which a client's retry would bring.
+        """
+        leg_id = f"{request_id_of()}-{self._services.random.text_id()[:8]}"
         return engine_headers(request.headers.items(), leg_id, self._options.engine_credentials)
 
-    def _header_id(self, request: web.Request) -> str:
-        named = (request.headers.get(name) for name in self._options.session_headers)
-        return next((value for value in named if value), "")
+    def _other(self, methods: dict[str, set[str]]) -> Handler:
+        """Whatever has no route of its own: passed to an engine, or said not to be served."""
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        """What a decode engine says of its models (adapters among them), else what the engines registered."""
+        async def handle(request: web.Request) -> web.StreamResponse:
+            tenant = self._tenant(request)
+            path = request.path.rstrip("/") or "/"
+            if path in methods:
+                raise web.HTTPMethodNotAllowed(request.method, methods[path])
+            path = self._passing.spelled(path)
+            if not self._passing.takes(request.method, path):
+                raise Refused(404, f"{request.method} {request.path} is not served here", "not_found")
+            headers = self._engine_headers(request)
+            isolate = self._options.isolate_tenants
+            passed = await passed_request(request, path, headers, tenant, isolate=isolate)
+            client = HttpClient(request)
+            await self._passing.run(passed, client)
+            return client.response or error_answer(request, 502, "the engine gave no answer", "engine_failed")
+
+        return handle
+
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._tenant(request)
-        engines = self._services.engines
-        headers = self._engine_headers(request, self._services.random.text_id())
-        for engine in engines.all(EngineRole.DECODE) or engines.all():
-            url = engine.url + "/v1/models"
-            try:
-                async with self._services.engine_port.call(
-                    "GET", url, headers, None, MODELS_TIMEOUT_S
-                ) as reply:
-                    return web.Response(status=reply.status, headers=JSON_HEADERS, body=await reply.body())
-            except LegError:
-                engines.suspect(engine.holder.engine_id)
-        names = sorted({engine.model for engine in engines.all()})
-        data = [{"id": name, "object": "model", "owned_by": "kvlease"} for name in names]
-        return _json({"object": "list", "data": data})
+        models = await self._models.merged(self._engine_headers(request))
+        return json_answer({"object": "list", "data": models})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        self._tenant(request)
+        name = request.match_info["model"].rstrip("/")
+        models = await self._models.merged(self._engine_headers(request))
+        found = next((model for model in models if text_of(model.get("id")) == name), None)
+        if found is None:
+            raise Refused(404, f"no engine serves the model {name!r}", "model_not_found")
+        return json_answer(found)
+
+    async def _root(self, _request: web.Request) -> web.StreamResponse:
+        """Agents ask it to see whether anybody is there."""
+        return json_answer({"service": "kvlease-router"})
+
+    async def _live(self, _request: web.Request) -> web.StreamResponse:
+        """The process serves; restarting it helps nobody."""
+        return json_answer({"status": "ok"})
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
+        """Whether turns can be served: 503 until a decode engine is there."""
         counts = {role.value: len(self._services.engines.all(role)) for role in EngineRole}
         able = counts[EngineRole.DECODE.value] > 0
         body = {
@@ -168,144 +175,19 @@ class Front:
             "engines": counts,
             "recorded_leases": self._services.conversations.recorded_leases,
         }
-        return _json(body, 200 if able else 503)
-
-    async def _conversation(self, request: web.Request) -> web.StreamResponse:
-        conversation = self._find(request)
-        return _json(conversation_json(conversation, self._services.conversations))
-
-    async def _renew(self, request: web.Request) -> web.StreamResponse:
-        """The client keeps its conversation for `duration_s` seconds more, for as long as may be without it."""
-        conversation = self._find(request)
-        try:
-            duration_s = _duration_s(await request.read(), self._services.policy.gap_cap_s)
-        except InvalidArgument as error:
-            return _error(400, str(error))
-        live = self._services.conversations.keep_live(conversation, duration_s)
-        if live:
-            self._services.heartbeat.wake()
-        return _json({"conversation_id": conversation.conversation_id, "live": live})
-
-    async def _release(self, request: web.Request) -> web.StreamResponse:
-        """The client is done with its conversation: its lease ends at the holder at once."""
-        conversation = self._find(request)
-        lease = self._services.conversations.release(conversation)
-        released = lease is not None and (
-            await self._services.registry.release(lease.lease_id, lease.holder.engine_id, conversation.tenant)
-            is None
-        )
-        return _json({"conversation_id": conversation.conversation_id, "released": released})
-
-    async def _release_tenant(self, request: web.Request) -> web.StreamResponse:
-        """Releases every lease of a tenant: the caller's own, also as `self`, or anybody's for an admin."""
-        caller, tenant = self._tenant(request), request.match_info["tenant"]
-        tenant = caller if tenant == "self" else tenant
-        if tenant != caller and not self._services.tenancy.allowance(caller).admin:
-            return _error(403, "only an admin releases the leases of another tenant")
-        released = await release_tenant(self._services, tenant)
-        return _json({"tenant": tenant, "leases_released": released})
-
-    def _find(self, request: web.Request) -> Conversation:
-        """The tenant's conversation that a path names.
-
-        Raises:
-            _NoConversation: there is none.
-        """
-        conversation_id = request.match_info["conversation_id"]
-        conversation = self._services.conversations.find(self._tenant(request), conversation_id)
-        if conversation is None:
-            raise _NoConversation
-        return conversation
+        return json_answer(body, 200 if able else 503)
 
 
-def conversation_json(conversation: Conversation, table: ConversationTable) -> dict[str, Any]:
-    """What operators, and `kvlease dev --check`, read of a conversation."""
-    lease = conversation.lease
-    return {
-        "conversation_id": conversation.conversation_id,
-        "lease": {
-            "lease_id": lease_id_to_hex(lease.lease_id) if lease else None,
-            "state": table.belief(conversation),
-            "engine_id": lease.holder.engine_id if lease else None,
-        },
-        "turns": [_turn_json(record) for record in conversation.turns],
-    }
+def _spellings(path: str) -> tuple[str, ...]:
+    """A path as clients write it: with a base URL that lacks /v1 or has it twice, with a slash at the end."""
+    bases = (path, path.removeprefix("/v1"), "/v1" + path)
+    return tuple(base + slash for base in bases for slash in ("", "/"))
 
 
-def _turn_json(record: TurnRecord) -> dict[str, Any]:
-    return {
-        "request_id": record.request_id,
-        "path": record.path.value,
-        "reason": record.reason.value,
-        "ended": record.ended,
-        "lease_id": lease_id_to_hex(record.lease_id) if record.lease_id else None,
-        "prompt_tokens": record.prompt_tokens,
-        "completion_tokens": record.completion_tokens,
-        "reused_tokens": record.reused_tokens,
-        "read_tokens": record.read_tokens,
-        "local_tokens": record.local_tokens,
-        "verified_tokens": record.verified_tokens,
-        "outcome": record.outcome,
-        "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1e3, 3),
-        "prefill_engine_id": record.prefill_engine_id or None,
-        "decode_engine_id": record.decode_engine_id or None,
-    }
-
-
-class _NoConversation(Exception):
-    """A path names a conversation that the tenant does not have."""
-
-
-def _duration_s(raw: bytes, cap_s: float) -> float:
-    """The `duration_s` of a body, at most the cap; the cap without one.
-
-    Raises:
-        InvalidArgument: it is not a number of seconds.
-    """
-    if not raw:
-        return cap_s
-    try:
-        body: object = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument("the body is JSON, or empty") from error
-    if not isinstance(body, dict):
-        raise InvalidArgument("the body is an object, or empty")
-    value = cast("dict[str, Any]", body).get("duration_s", cap_s)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise InvalidArgument("duration_s is a number of seconds above 0")
-    return float(min(value, cap_s))
-
-
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(status=status, headers=JSON_HEADERS, body=encode(body))
-
-
-def _error(
-    status: int, message: str, headers: Mapping[str, str] | None = None, code: str = ""
-) -> web.Response:
-    body = error_body(status, message, code)
-    return web.Response(status=status, headers={**(headers or {}), **JSON_HEADERS}, body=body)
-
-
-@web.middleware
-async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers in OpenAI's shape whatever the server itself refuses."""
-    if request.method == "OPTIONS":
-        return web.Response(status=204, headers={"Allow": ALLOWED_METHODS})
-    try:
-        return await handler(request)
-    except NotOwner as error:
-        # Whoever is not known is told nothing else, and before anything of the request was looked at.
-        headers = {"WWW-Authenticate": "Bearer"}
-        return _error(401, str(error), headers, code="invalid_api_key")
-    except _NoConversation:
-        return _error(404, "no such conversation")
-    except web.HTTPNotFound:
-        return _error(404, f"{request.method} {request.path} is not served here")
-    except web.HTTPMethodNotAllowed as error:
-        allow = ", ".join(sorted(error.allowed_methods))
-        return _error(405, f"{request.method} is not allowed here", {"Allow": allow})
-    except web.HTTPRequestEntityTooLarge:
-        return _error(413, "the body is too long")
-    except web.HTTPException as error:
-        return _error(error.status, error.reason)
+def _methods(routes: Iterable[web.RouteDef]) -> dict[str, set[str]]:
+    """The methods that a plain path has."""
+    methods: dict[str, set[str]] = {}
+    for route in routes:
+        if "{" not in route.path:
+            methods.setdefault(route.path.rstrip("/") or "/", set()).add(route.method)
+    return methods

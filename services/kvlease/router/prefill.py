@@ -14,7 +14,6 @@ from kvlease.core.turn import KeepOrder, ReadOrder, TurnParams
 from kvlease.router.bodies import parse_answer, prefill_body, report_of
 from kvlease.router.headers import answer_headers
 from kvlease.router.ports import LegError
-from kvlease.router.sse import ReplyReader
 from kvlease.router.turn import (
     TRIES_A_LEG,
     PinnedLease,
@@ -153,7 +152,7 @@ class PrefillLeg:
     def _take_over(self, turn: Turn, transfer: PinnedLease, raw: bytes) -> PinnedLease | None:
         services = self._services
         answer = parse_answer(raw)
-        reader = ReplyReader(choices=1)
+        reader = turn.request.dialect.reader()
         if answer is not None:
             reader.read(answer)
         if answer is None or reader.failed:

@@ -20,6 +20,7 @@ async def release_tenant(services: TurnServices, tenant: str) -> int:
         async with gate:
             return await services.registry.release(lease_id, engine_id, tenant) is None
 
+    services.responses.forget_tenant(tenant)
     leases = services.conversations.release_tenant(tenant)
     released = await asyncio.gather(*(release(lease_id, engine_id) for lease_id, engine_id in leases))
     return sum(released)

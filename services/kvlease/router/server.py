@@ -151,9 +151,15 @@ class RouterServer:
 
     async def _start_http(self, services: TurnServices) -> None:
         config = self._config
-        headers = tuple(name.strip() for name in config.session_headers.split(",") if name.strip())
         options = FrontOptions(
-            config.body_bytes_max, headers, config.isolate_tenants, config.engine_credentials()
+            body_bytes_max=config.body_bytes_max,
+            session_headers=_listed(config.session_headers),
+            isolate_tenants=config.isolate_tenants,
+            engine_credentials=config.engine_credentials(),
+            strip_prompt_nonces=config.strip_prompt_nonces,
+            pass_unknown_paths=config.pass_unknown_paths,
+            cors_origins=_listed(config.cors_origins),
+            passed_timeout_s=config.turn_timeout_s,
         )
         app = Front(services, TurnRunner(services), options).application()
         runner = web.AppRunner(
@@ -177,3 +183,7 @@ class RouterServer:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("a task of the router ended", exc_info=task.exception())
+
+
+def _listed(value: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in value.split(",") if item.strip())

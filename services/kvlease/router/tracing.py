@@ -15,7 +15,7 @@ from kvlease.core.holding import PinAsk
 from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, LeaseRecord, PinOutcome
-from kvlease.router.bodies import Api
+from kvlease.router.dialect import Api
 from kvlease.router.ports import EnginePort, EngineReply, RegistryPort, RenewalStream
 from kvlease.runtime.telemetry import (
     NO_TELEMETRY,
@@ -98,7 +98,7 @@ class TurnTracing:
         span, record, request = trace.get_current_span(), turn.record, turn.request
         if not span.is_recording():
             return
-        chat = request.api is Api.CHAT
+        chat = request.api is not Api.COMPLETIONS
         span.set_attributes(
             _present(
                 {

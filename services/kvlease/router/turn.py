@@ -14,12 +14,16 @@ from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, 
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.core.turn import TurnReport
 from kvlease.router.background import Background
-from kvlease.router.bodies import TurnRequest, error_body
+from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversations import ConversationTable, OpenTurn, TurnRecord
+from kvlease.router.dialect import Api
 from kvlease.router.engines import EngineTable
+from kvlease.router.errors import error_body, error_event, refusal_body
+from kvlease.router.health import EngineHealth
 from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import ClientPort, EnginePort, RandomPort, RegistryPort
+from kvlease.router.responses import ResponseStore
 from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 
@@ -50,10 +54,15 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What came beside the body: headers for the engines, and the id that ties logs together."""
+    """What came beside the body: headers for the engines, and the id that ties logs together.
+
+    Attributes:
+        api: the API of the request, which shapes its errors.
+    """
 
     request_id: str
     engine_headers: Mapping[str, str]
+    api: Api = Api.CHAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +138,10 @@ class TurnServices:
     metrics: TurnMetrics
     policy: RenewalPolicy
     limits: TurnLimits
+    health: EngineHealth
     tracing: TurnTracing = NO_TRACING
     tenancy: Tenancy = field(default_factory=TenancyByCredential)
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(10_000, 256 << 20))
 
     def unpin(self, pin: PinnedLease) -> None:
         """Ends a pin in the background."""
@@ -144,8 +155,9 @@ def without_prefill(turn: Turn, reason: PlanReason) -> Plan:
 
 def route_headers(turn: Turn) -> dict[str, str]:
     """What the router tells the client about the turn."""
+    nonce = "; prompt_nonce" if turn.request.nonce else ""
     headers = {
-        "X-Kvlease-Route": f"{turn.plan.path.value}; {turn.plan.reason.value}",
+        "X-Kvlease-Route": f"{turn.plan.path.value}; {turn.plan.reason.value}{nonce}",
         "X-Request-Id": turn.head.request_id,
     }
     if turn.record.lease_id:
@@ -159,21 +171,24 @@ def route_headers(turn: Turn) -> dict[str, str]:
 async def unavailable(client: ClientPort, head: RequestHead, message: str) -> None:
     """Tells the client that nobody can serve the turn for the moment."""
     headers = {**JSON_HEADERS, "Retry-After": "1", "X-Request-Id": head.request_id}
-    await client.answer(503, headers, error_body(503, message))
+    await client.answer(503, headers, error_body(503, message, "unavailable", head.api))
 
 
 async def refused(turn: Turn, refusal: Refusal) -> None:
     """Passes on what an engine says of a request that it does not serve."""
     turn.record.ended = "badly"
-    await turn.client.answer(refusal.status, {**refusal.headers, **route_headers(turn)}, refusal.body)
+    body = refusal_body(refusal.status, refusal.body, turn.request.api)
+    headers = {**refusal.headers, **(JSON_HEADERS if body is not refusal.body else {}), **route_headers(turn)}
+    await turn.client.answer(refusal.status, headers, body)
 
 
 async def broken(turn: Turn, status: int, message: str) -> None:
     """Ends a turn that failed: with an error answer, or with an error event when the answer has begun."""
     turn.record.ended = turn.record.ended or "badly"
-    body = error_body(status, message)
+    code, api = "turn_timeout" if status == 504 else "engine_failed", turn.request.api
     if turn.answered:
-        await turn.client.write(b"data: " + body + b"\n\n")
+        await turn.client.write(error_event(status, message, code, api))
         await turn.client.end()
     else:
-        await turn.client.answer(status, {**JSON_HEADERS, **route_headers(turn)}, body)
+        headers = {**JSON_HEADERS, **route_headers(turn)}
+        await turn.client.answer(status, headers, error_body(status, message, code, api))

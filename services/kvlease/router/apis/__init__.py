@@ -1,0 +1,1 @@
+"""The APIs that take turns, one module each. Nothing here waits."""

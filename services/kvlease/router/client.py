@@ -1,0 +1,32 @@
+"""The client's side of one turn over aiohttp."""
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+
+class HttpClient:
+    """The `ClientPort` of one request."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the head of a streamed answer."""
+        self.response = web.StreamResponse(status=status, headers=headers)
+        await self.response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        """Sends a part; waits while the client is slow."""
+        if self.response is not None:
+            await self.response.write(data)
+
+    async def end(self) -> None:
+        """Ends a streamed answer."""
+        if self.response is not None:
+            await self.response.write_eof()
+
+    async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Keeps a whole answer for the server to send."""
+        self.response = web.Response(status=status, headers=headers, body=body)

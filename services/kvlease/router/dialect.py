@@ -1,0 +1,150 @@
+"""What the APIs that take turns have in common, and the seams at which they differ.
+
+Every API reaches the engines under its own path on both legs: vLLM's front takes `kv_transfer_params` and
+`cache_salt` in each of their requests and answers with `kv_transfer_params` in each (0.32: the `protocol.py`
+of `entrypoints/openai/chat_completion`, `completion` and `responses`, and of `entrypoints/anthropic`), and only
+the engine that renders a request itself gives both legs the same prompt.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, cast
+
+from kvlease.core.conversation import Reply, Transcript
+from kvlease.core.turn import PARAMS_KEY
+from kvlease.router.reserved import KV_FIELD
+
+
+class Api(Enum):
+    """The APIs that take turns; the value is the path at the engine."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+
+@dataclass(slots=True)
+class Usage:
+    """Counts of tokens, as the decode engine gave them; 0 when it gave none."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class ReplyReader(Protocol):
+    """Learns from an engine's answer how the turn ends, what was said, and the usage."""
+
+    @property
+    def usage(self) -> Usage:
+        """The counts so far."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """The engine says that it failed."""
+        ...
+
+    @property
+    def failed_silently(self) -> bool:
+        """It failed, and no error object tells the client about it."""
+        ...
+
+    @property
+    def finished_well(self) -> bool:
+        """Everything asked for has ended, and nothing of it badly."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """The event that ends a stream of this API was read."""
+        ...
+
+    @property
+    def awaits_tools(self) -> bool:
+        """The conversation goes on when the client has run tools."""
+        ...
+
+    def reply(self) -> Reply:
+        """What was said, as a chat message."""
+        ...
+
+    def read(self, answer: dict[str, Any]) -> None:
+        """Takes a chunk of a stream, or a whole answer."""
+        ...
+
+
+class Dialect(Protocol):
+    """One request in the terms of its API."""
+
+    @property
+    def choices(self) -> int:
+        """Answers asked for."""
+        ...
+
+    def transcript(self, tenant: str, model: str) -> Transcript | None:
+        """The chain over what was said; None when the request has no single prompt."""
+        ...
+
+    def prefill_fields(self) -> dict[str, Any]:
+        """The body of the prefill leg: the same prompt, one token, no stream. The router's orders come on top."""
+        ...
+
+    def decode_fields(self) -> dict[str, Any]:
+        """The body of the decode leg. The router's orders come on top."""
+        ...
+
+    def reader(self) -> ReplyReader:
+        """A reader of one engine's answer."""
+        ...
+
+    def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
+        """A chunk, or a whole answer, as the client gets it.
+
+        The same object when nothing in it is the router's; None when the client gets nothing.
+        """
+        ...
+
+    def remember(self, reader: ReplyReader) -> None:
+        """The turn ended well: keeps what a later request of this API may name."""
+        ...
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """JSON in UTF-8 without spaces."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def without(fields: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields but those named."""
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def without_orders(fields: dict[str, Any]) -> dict[str, Any]:
+    """An object of an engine's answer without what is the router's; itself when nothing is."""
+    ours = (KV_FIELD, "ec_transfer_params", PARAMS_KEY)
+    return without(fields, ours) if any(name in fields for name in ours) else fields
+
+
+def objects(value: object) -> list[dict[str, Any]]:
+    """The objects of a list; none of what is no list."""
+    listed = cast("list[object]", value) if isinstance(value, list) else []
+    return [cast("dict[str, Any]", item) for item in listed if isinstance(item, dict)]
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """An object, an empty one for anything else."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def text_of(value: object) -> str:
+    """A string, the empty one for anything else."""
+    return value if isinstance(value, str) else ""
+
+
+def count_of(value: object) -> int:
+    """A count of tokens, 0 for anything else."""
+    return value if type(value) is int and value >= 0 else 0
