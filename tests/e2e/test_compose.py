@@ -1,0 +1,182 @@
+"""deploy/compose.yaml: what the specification and its linters say, and the system that it describes, running.
+
+There is no Docker where the tests run: every service's own command is a process on loopback.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import compose_spec
+import pytest
+import yaml
+
+from kvlease.dev.check import Target, run_check
+from kvlease.dev.embedded_etcd import find_etcd
+from kvlease.dev.warm import warm_handshakes
+from stubs.compose import VARIABLE, LocalFleet, read_compose, read_variables
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+FILES = ("compose.yaml", "compose.observability.yaml")
+DOCKERFILES = ("Dockerfile.services", "Dockerfile.engine")
+VARIABLES = read_variables(DEPLOY / ".env")
+BINARIES = Path(sys.executable).parent
+
+# A machine with two cores runs all of it: an answer that takes a millisecond elsewhere may take long.
+PATIENCE = {
+    "KVLEASE_ROUTER_REGISTRY_CALL_S": "8",
+    "KVLEASE_REGISTRY_SIDECAR_CALL_S": "6",
+    "KVLEASE_REGISTRY_STORE_CALL_S": "3",
+    "KVLEASE_SIDECAR_PIN_CALL_S": "2",
+    "KVLEASE_SIDECAR_PEER_CALL_S": "4",
+    "KVLEASE_SIDECAR_HOLDER_CALL_S": "4",
+    "KVLEASE_SIDECAR_STORE_CALL_S": "3",
+    "KVLEASE_SIM_PIN_WAIT_S": "8",
+}
+# What loopback and an etcd from a package need.
+THIS_MACHINE = {
+    "KVLEASE_SIDECAR_ALLOW_LOOPBACK": "true",
+    "KVLEASE_REGISTRY_ETCD_ACCEPT_OLD": "true",
+    "KVLEASE_SIDECAR_ETCD_ACCEPT_OLD": "true",
+    "ETCDCTL_API": "3",
+}
+
+
+@pytest.fixture(params=FILES)
+def compose(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return read_compose(DEPLOY / request.param, VARIABLES)
+
+
+def hadolint(*paths: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(BINARIES / "hadolint"), *map(str, paths)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+# --- what the files say -------------------------------------------------------------------------------------
+
+
+def test_the_files_keep_to_the_compose_specification(compose: dict[str, Any]) -> None:
+    compose_spec.PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"), [("command:", "comand:"), ("networks: [control]", "networks: [controls]")]
+)
+def test_the_check_finds_what_the_specification_does_not_know(line: str, wrong: str) -> None:
+    text = (DEPLOY / "compose.yaml").read_text()
+    broken = VARIABLE.sub(lambda found: VARIABLES[found[1]], text.replace(line, wrong))
+    assert broken.count(wrong.strip())
+    with pytest.raises(ValueError, match=r"comand|controls"):
+        compose_spec.PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(broken))).validate()
+
+
+def test_every_variable_is_set_in_env_and_every_one_there_is_used() -> None:
+    used = {name for file in FILES for name in VARIABLE.findall((DEPLOY / file).read_text())}
+    assert used | {"COMPOSE_PROFILES"} == set(VARIABLES)
+
+
+def test_only_the_front_and_the_screens_of_operators_are_published_and_on_loopback() -> None:
+    published = {
+        name: spec["ports"]
+        for file in FILES
+        for name, spec in read_compose(DEPLOY / file, VARIABLES)["services"].items()
+        if "ports" in spec
+    }
+    assert set(published) == {"router-1", "router-2", "jaeger", "prometheus", "grafana"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_every_service_has_a_pinned_image_limits_and_drops_what_it_does_not_need(
+    compose: dict[str, Any],
+) -> None:
+    for name, spec in compose["services"].items():
+        assert re.search(r":v?\d+\.\d+", spec["image"]), name
+        assert spec["deploy"]["resources"]["limits"]["memory"], name
+        assert spec["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in spec["security_opt"], name
+        assert "depends_on" not in spec, name
+
+
+def test_every_service_of_the_fleet_has_a_health_check() -> None:
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"]
+    assert all(spec["healthcheck"]["test"][0] == "CMD" for spec in services.values())
+
+
+def test_what_asks_nobody_who_comes_is_not_on_the_network_of_clients() -> None:
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"]
+    assert {name for name, spec in services.items() if "front" in spec["networks"]} == {
+        "router-1",
+        "router-2",
+    }
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_linter_finds_nothing_in_a_dockerfile(name: str, tmp_path: Path) -> None:
+    clean = hadolint(DEPLOY / name)
+    assert (clean.returncode, clean.stdout) == (0, "")
+    broken = tmp_path / "Dockerfile"
+    broken.write_text((DEPLOY / name).read_text().replace("FROM ${PYTHON_IMAGE}", "FROM python:latest"))
+    assert hadolint(broken).returncode != 0
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_has_stages_pinned_bases_and_no_root(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert len(bases) == 2
+    defaults = dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)", text, re.MULTILINE))
+    assert all(re.search(r":v?\d+\.\d+\.\d+", defaults[base.strip("${}")]) for base in bases)
+    assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] == "10001:10001"
+
+
+def test_what_the_images_copy_is_there_and_not_left_out_of_the_build() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name in DOCKERFILES:
+        for copied in re.findall(r"^COPY (?!--from)(.*)$", (DEPLOY / name).read_text(), re.MULTILINE):
+            sources = [word for word in copied.split()[:-1] if not word.startswith("--")]
+            assert all((ROOT / source).exists() and source in kept for source in sources), copied
+
+
+# --- what they start ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalFleet]:
+    etcd = find_etcd()
+    programs = {
+        **{name: BINARIES / name for name in ("kvlease", "python", "python3")},
+        "etcd": etcd,
+        "etcdctl": etcd.with_name("etcdctl"),
+    }
+    compose = read_compose(DEPLOY / "compose.yaml", VARIABLES)
+    directory = tmp_path_factory.mktemp("c")
+    fleet = LocalFleet(compose, "sim", DEPLOY, directory, programs, PATIENCE | THIS_MACHINE)
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+async def test_the_services_start_in_any_order_get_healthy_and_serve_the_three_turns(
+    fleet: LocalFleet,
+) -> None:
+    """The routers start first and etcd last: whatever needs another one waits for it."""
+    order = sorted(fleet.services, key=lambda name: (name == "etcd", "router" not in name, name))
+    await fleet.start(order)
+    await fleet.healthy()
+    model = VARIABLES["SERVED_MODEL_NAME"]
+    first, second = (f"http://{fleet.address(router, 8080)}" for router in ("router-1", "router-2"))
+    prefill, decode = (
+        f"http://{fleet.address(engine, 8000)}" for engine in ("engine-prefill-sim", "engine-decode-sim")
+    )
+    await warm_handshakes(second, model)
+    target = Target(first, [prefill, decode], decode, model, block_size=16)
+    result = await run_check(target, "compose", lambda _: None, edited=False)
+    assert result.ok, result.to_json()
+    assert [turn.path for turn in result.turns] == ["recompute", "append", "readback"]
+    ended = await fleet.stop()
+    assert {name: status for name, status in ended.items() if status and name != "etcd"} == {}

@@ -1,0 +1,208 @@
+"""Runs the services of a compose file as local processes: their own commands and environments, on loopback.
+
+A service's name and port become 127.0.0.1 and a free port, a volume becomes a directory, and the entry point of
+its image is read from its Dockerfile. Nothing else of a container is imitated.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvlease.dev.child_process import tied_to_this_process
+from kvlease.dev.engine_process import free_ports
+
+HEALTHY_S = 90.0
+STOP_S = 20.0
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+def read_variables(path: Path) -> dict[str, str]:
+    """The variables of an `.env` file."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def read_compose(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """A compose file with its variables filled in; one that is not there is a KeyError."""
+    return yaml.safe_load(VARIABLE.sub(lambda found: variables[found[1]], path.read_text()))
+
+
+def entrypoint_of(dockerfile: Path) -> list[str]:
+    """The entry point of the image that a Dockerfile builds."""
+    return json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile.read_text(), re.MULTILINE)[-1])
+
+
+@dataclass
+class LocalService:
+    """One service. `own` is what it has besides the file: settings for the test's machine."""
+
+    name: str
+    spec: Mapping[str, Any]
+    ports: dict[int, int]
+    process: Process | None = None
+
+
+@dataclass
+class LocalFleet:
+    """Services as processes.
+
+    Attributes:
+        programs: name of a program in a container -> where it is here.
+        more_environment: variables that a service gets besides its own.
+    """
+
+    compose: Mapping[str, Any]
+    profile: str
+    folder: Path
+    directory: Path
+    programs: Mapping[str, Path]
+    more_environment: Mapping[str, str]
+    services: dict[str, LocalService] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        chosen = {
+            name: spec
+            for name, spec in self.compose["services"].items()
+            if self.profile in spec.get("profiles", [self.profile])
+        }
+        wanted = [(name, int(port)) for name, spec in chosen.items() for port in spec.get("expose", [])]
+        taken = dict(zip(wanted, free_ports(len(wanted)), strict=True))
+        for name, spec in chosen.items():
+            ports = {port: free for (owner, port), free in taken.items() if owner == name}
+            self.services[name] = LocalService(name, spec, ports)
+
+    def address(self, name: str, port: int) -> str:
+        """Where a service's port is here."""
+        return f"127.0.0.1:{self.services[name].ports[port]}"
+
+    async def start(self, order: Sequence[str]) -> None:
+        """Starts every service in this order, without waiting for any."""
+        assert sorted(order) == sorted(self.services)
+        for name in order:
+            service = self.services[name]
+            with self._log(name).open("wb") as log:
+                service.process = await self._spawn(service, self.command(service), log)
+
+    async def healthy(self) -> None:
+        """Waits until the health check of every service passes."""
+        async with asyncio.timeout(HEALTHY_S):
+            for service in self.services.values():
+                check = self._local(service, service.spec["healthcheck"]["test"][1:])
+                while await (await self._spawn(service, check, DEVNULL)).wait() != 0:
+                    assert service.process is not None
+                    assert service.process.returncode is None, self.log_of(service.name)
+                    await asyncio.sleep(0.2)
+
+    async def stop(self) -> dict[str, int]:
+        """Ends every process. What each ended with."""
+        running = {name: service.process for name, service in self.services.items() if service.process}
+        for process in running.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_S):
+                for process in running.values():
+                    await process.wait()
+        except TimeoutError:
+            for process in running.values():
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
+        return {name: process.returncode or 0 for name, process in running.items()}
+
+    def log_of(self, name: str) -> str:
+        """The end of what a service wrote."""
+        return f"{name}:\n{self._log(name).read_text(errors='replace')[-4000:]}"
+
+    def command(self, service: LocalService) -> list[str]:
+        """The command line of a service, for this machine."""
+        spec = service.spec
+        entrypoint = spec.get("entrypoint")
+        if entrypoint is None and "build" in spec:
+            entrypoint = entrypoint_of(self.folder.parent / spec["build"]["dockerfile"])
+        return self._local(service, [*(entrypoint or []), *spec["command"]])
+
+    def environment(self, service: LocalService) -> dict[str, str]:
+        """The environment of a service, for this machine."""
+        own = {
+            name: str(service.ports[int(value)])
+            if name.endswith("_PORT")
+            else self._text(service, str(value))
+            for name, value in service.spec.get("environment", {}).items()
+        }
+        path = os.pathsep.join(
+            (*sorted({str(program.parent) for program in self.programs.values()}), os.defpath)
+        )
+        return {
+            "PATH": path,
+            "HOME": str(self.directory),
+            "PYTHONUNBUFFERED": "1",
+            **self.more_environment,
+            **own,
+        }
+
+    def _local(self, service: LocalService, command: Sequence[str]) -> list[str]:
+        program, *arguments = command
+        return [str(self.programs[program]), *(self._argument(service, argument) for argument in arguments)]
+
+    def _argument(self, service: LocalService, argument: str) -> str:
+        option, _, value = argument.partition("=")
+        if option.endswith("port") and value.isdigit():
+            return f"{option}={service.ports[int(value)]}"
+        if option == "--host":
+            return f"{option}=127.0.0.1"
+        return self._text(service, argument)
+
+    def _text(self, service: LocalService, text: str) -> str:
+        hosts = {name: other for other in self.services.values() for name in _names_of(other)}
+        hosts |= {"0.0.0.0": service, "127.0.0.1": service}
+        names = "|".join(re.escape(name) for name in sorted(hosts, key=len, reverse=True))
+
+        def here(found: re.Match[str]) -> str:
+            return f"127.0.0.1:{hosts[found[1]].ports[int(found[2])]}"
+
+        text = re.sub(rf"(?<![\w.-])({names}):(\d+)\b", here, text)
+        for source, target in self._mounts(service).items():
+            text = text.replace(source, str(target))
+        return text
+
+    def _mounts(self, service: LocalService) -> dict[str, Path]:
+        """Path in the container -> directory here."""
+        mounts = {}
+        for volume in service.spec.get("volumes", []):
+            source, target = volume.split(":")[:2]
+            mounts[target] = self.directory / source
+        for tmpfs in service.spec.get("tmpfs", []):
+            target = tmpfs.split(":")[0]
+            if target != "/tmp":
+                mounts[target] = self.directory / f"{service.name}{target.replace('/', '-')}"
+        return mounts
+
+    async def _spawn(self, service: LocalService, command: Sequence[str], output: Any) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *tied_to_this_process(command),
+            env=self.environment(service),
+            cwd=self.directory,
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            start_new_session=True,
+        )
+
+    def _log(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+
+def _names_of(service: LocalService) -> list[str]:
+    networks = service.spec.get("networks", {})
+    details = networks.values() if isinstance(networks, dict) else []
+    return [service.name, *(alias for detail in details if detail for alias in detail.get("aliases", []))]
