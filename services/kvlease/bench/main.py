@@ -4,6 +4,13 @@ from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFor
 from importlib import import_module
 
 BENCHMARKS = {
+    "multiturn": (
+        "kvlease.bench.multiturn.main",
+        "turn two of a conversation on real engines, by path, beside stock",
+    ),
+    "compare": ("kvlease.bench.compare", "two records of multiturn, point by point"),
+    "router": ("kvlease.bench.router", "what a router adds to a turn, beside its peers"),
+    "leases": ("kvlease.bench.leases", "many leases renewed through one registry, pins meanwhile, a purge"),
     "policy": ("kvlease.bench.policy", "what keeping conversations costs and saves on a trace, by policy"),
 }
 """Benchmark -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it measures."""

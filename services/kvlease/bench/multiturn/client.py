@@ -1,0 +1,207 @@
+"""Sends the turns of the experiment: through kvlease's router, or to stock engines as vLLM's example proxy does."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+
+MISS: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a first turn gives to a stock prefill engine: keep the blocks for whoever reads them."""
+
+
+class TurnFailedError(RuntimeError):
+    """A turn was answered with an error, or said nothing."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """One turn's answer.
+
+    Attributes:
+        token_ids: that were generated.
+        ttft_s: from sending it to its first token.
+        arrivals_s: when each event with a token came, on this process's clock.
+    """
+
+    token_ids: list[int] = field(default_factory=list[int])
+    ttft_s: float = 0.0
+    prefill_s: float = 0.0
+    path: str = ""
+    reason: str = ""
+    reused_tokens: int = 0
+    arrivals_s: list[float] = field(default_factory=list[float])
+    kv_transfer_params: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Fleet(Protocol):
+    """Serves turns of conversations."""
+
+    async def turn(self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool) -> Reply:
+        """One turn that generates `tokens` tokens.
+
+        Raises:
+            TurnFailedError: it was answered with an error.
+        """
+        ...
+
+
+class RoutedFleet:
+    """Engines behind kvlease's router."""
+
+    def __init__(self, session: aiohttp.ClientSession, router_url: str, model: str) -> None:
+        self._session = session
+        self._router_url = router_url
+        self._model = model
+
+    async def turn(self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool) -> Reply:
+        """One turn; its path and what was reused come from the router's record."""
+        body = {**completion_body(self._model, prompt, tokens, stream), "conversation_id": conversation_id}
+        reply = await send(self._session, self._router_url, body)
+        url = f"{self._router_url}/v1/kvlease/conversations/{conversation_id}"
+        async with self._session.get(url) as response:
+            turns: list[dict[str, Any]] = (await response.json())["turns"]
+        record = turns[-1]
+        reply.path, reply.reason = record["path"], record["reason"]
+        reply.reused_tokens = record["reused_tokens"]
+        return reply
+
+
+class StockFleet:
+    """One stock prefill and one stock decode engine; D's parameters of a turn are echoed to P in the next."""
+
+    def __init__(self, session: aiohttp.ClientSession, prefill_url: str, decode_url: str, model: str) -> None:
+        self._session = session
+        self._prefill_url = prefill_url
+        self._decode_url = decode_url
+        self._model = model
+        self._kept: dict[str, dict[str, Any]] = {}
+
+    async def turn(self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool) -> Reply:
+        """One turn of two legs. Only one that is not streamed returns what the next may read."""
+        kept = self._kept.pop(conversation_id, None)
+        params = {**kept, "do_remote_decode": True, "do_remote_prefill": False} if kept else MISS
+        began_s = time.perf_counter()
+        leg = completion_body(self._model, prompt, 1, stream=False)
+        answer = await post(self._session, self._prefill_url, {**leg, "kv_transfer_params": params})
+        prefill_s = time.perf_counter() - began_s
+        body = completion_body(self._model, prompt, tokens, stream)
+        reply = await send(
+            self._session, self._decode_url, {**body, "kv_transfer_params": answer["kv_transfer_params"]}
+        )
+        if reply.kv_transfer_params:
+            self._kept[conversation_id] = reply.kv_transfer_params
+        reply.prefill_s = prefill_s
+        reply.ttft_s += prefill_s
+        reply.path = "readback" if kept else "recompute"
+        reply.reused_tokens = answer["kv_transfer_params"].get("remote_prefill_cached_tokens") or 0
+        return reply
+
+
+def completion_body(model: str, prompt: Sequence[int], tokens: int, stream: bool) -> dict[str, Any]:
+    """A greedy completion of exactly `tokens` tokens."""
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+
+
+async def post(session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON answer to a completion.
+
+    Raises:
+        TurnFailedError: its status is not 200.
+    """
+    async with session.post(f"{base_url}/v1/completions", json=dict(body)) as response:
+        if response.status != 200:
+            raise TurnFailedError(f"{base_url} answered {response.status}: {(await response.text())[:300]}")
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+async def send(session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]) -> Reply:
+    """A completion, streamed or not, with the time to its first token.
+
+    Raises:
+        TurnFailedError: its status is not 200, the stream broke, or no token came.
+    """
+    reply = Reply()
+    began_s = time.perf_counter()
+    if body["stream"]:
+        async for chunk in _events(session, base_url, body):
+            tokens = [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            reply.token_ids += tokens
+            if tokens:
+                reply.arrivals_s.append(time.perf_counter())
+    else:
+        answer = await post(session, base_url, body)
+        reply.arrivals_s.append(time.perf_counter())
+        reply.token_ids += answer["choices"][0]["token_ids"]
+        reply.kv_transfer_params = answer.get("kv_transfer_params") or {}
+    if not reply.token_ids:
+        raise TurnFailedError(f"{base_url} generated no token")
+    reply.ttft_s = reply.arrivals_s[0] - began_s
+    return reply
+
+
+async def _events(
+    session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    async with session.post(f"{base_url}/v1/completions", json=dict(body)) as response:
+        if response.status != 200:
+            raise TurnFailedError(f"{base_url} answered {response.status}: {(await response.text())[:300]}")
+        async for line in response.content:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise TurnFailedError(f"the stream ended with {chunk['error']}")
+            yield chunk
+    raise TurnFailedError("the stream ended without [DONE]")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCounters:
+    """What NIXL READ so far.
+
+    Attributes:
+        seconds: of transfers, summed.
+    """
+
+    bytes: float
+    seconds: float
+    descriptors: float
+
+    def __sub__(self, other: "ReadCounters") -> "ReadCounters":
+        return ReadCounters(
+            self.bytes - other.bytes, self.seconds - other.seconds, self.descriptors - other.descriptors
+        )
+
+
+async def read_counters(session: aiohttp.ClientSession, engine_urls: Sequence[str]) -> ReadCounters:
+    """The sums over some engines, from their own metrics."""
+    sums = dict.fromkeys(("bytes_transferred", "xfer_time_seconds", "num_descriptors"), 0.0)
+    for url in engine_urls:
+        async with session.get(f"{url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        for name in sums:
+            wanted = (line for line in lines if line.startswith(f"vllm:nixl_{name}_sum"))
+            sums[name] += sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
+    return ReadCounters(*sums.values())

@@ -1,0 +1,182 @@
+"""Starts the engines of the experiment: one prefill and one decode engine, with kvlease or with stock connectors."""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from kvlease.bench.multiturn.client import Fleet, RoutedFleet, StockFleet
+from kvlease.bench.multiturn.plan import Mode
+from kvlease.core.records import EngineRole
+from kvlease.dev.engine_process import ConnectorChoice, Device, EngineProcess, EngineSpec, free_ports
+from kvlease.dev.engine_process import EngineRole as ProcessRole
+from kvlease.dev.stack import EngineSeat, Stack, StackPlan
+from kvlease.router.config import RouterConfig
+
+SERVED_MODEL = "multiturn"
+NEVER = 1 << 30
+REQUEST_TIMEOUT_S = 600.0
+
+SHAPES = {
+    "qwen3-32b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "eos_token_id": 151645,
+        "bos_token_id": 151643,
+    },
+}
+"""Shapes of published models (their config.json): with dummy weights, arithmetic and memory traffic are the
+model's own, and its text means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """How the engines are started.
+
+    Attributes:
+        arguments: of `vllm serve`, for both engines, after those of `kvlease dev`.
+        prefill_arguments: the same for the prefill engine alone.
+    """
+
+    device: Device
+    python: Path
+    model: Path
+    arguments: tuple[str, ...]
+    prefill_arguments: tuple[str, ...]
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model has."""
+        config = json.loads((self.model / "config.json").read_text())
+        return int(config["vocab_size"])
+
+    def spec(self, role: ProcessRole, seat: EngineSeat, connector: ConnectorChoice) -> EngineSpec:
+        """What one engine is started with."""
+        own = self.prefill_arguments if role is ProcessRole.PREFILL else ()
+        return EngineSpec(
+            role=role,
+            python=self.python,
+            model=self.model,
+            log_file=seat.log_file,
+            port=seat.port,
+            side_channel_port=seat.side_channel_port,
+            connector=connector,
+            socket_dir=seat.socket_dir,
+            device=self.device,
+            gpu=seat.number,
+            served_model_name=SERVED_MODEL,
+            extra_arguments=(*self.arguments, *own),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Engines that serve, and the fleet of every mode that they are for."""
+
+    session: aiohttp.ClientSession
+    engine_urls: tuple[str, ...]
+    fleets: dict[Mode, Fleet]
+
+
+def write_shape(name: str) -> Path:
+    """A model directory with the configuration of a shape and no weights."""
+    directory = Path(tempfile.gettempdir()) / f"kvlease-shape-{name}"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPES[name]))
+    return directory
+
+
+def router_config(mode: Mode) -> RouterConfig:
+    """A router that takes one path wherever it can; with AUTO one as it is by default."""
+    match mode:
+        case Mode.OFF:
+            return RouterConfig(reuse_tokens_min=NEVER, gap_floor_s=300.0)
+        case Mode.ON:
+            return RouterConfig(append_tokens_max=0, gap_floor_s=300.0)
+        case Mode.APPEND:
+            return RouterConfig(append_tokens_max=NEVER, gap_floor_s=300.0)
+        case _:
+            return RouterConfig(gap_floor_s=300.0)
+
+
+@asynccontextmanager
+async def kvlease_engines(
+    choice: EngineChoice, modes: tuple[Mode, ...], progress: Callable[[str], None]
+) -> AsyncIterator[Running]:
+    """Engines with kvlease's connector, and a router for every mode."""
+
+    def make(seat: EngineSeat) -> EngineProcess:
+        return EngineProcess(choice.spec(ProcessRole(seat.role.value), seat, ConnectorChoice.KVLEASE))
+
+    stack = Stack(StackPlan(1, 1, make), progress)
+    routers = []
+    async with _session() as session:
+        try:
+            await stack.start()
+            fleets: dict[Mode, Fleet] = {}
+            for mode in modes:
+                router = await stack.start_router(router_config(mode))
+                routers.append(router)
+                fleets[mode] = RoutedFleet(session, router.url, SERVED_MODEL)
+            yield Running(session, tuple(stack.engine_urls()), fleets)
+        finally:
+            for router in routers:
+                await router.stop()
+            await stack.stop()
+
+
+@asynccontextmanager
+async def stock_engines(choice: EngineChoice, progress: Callable[[str], None]) -> AsyncIterator[Running]:
+    """Engines with vLLM's own NIXL connector, bidirectional, without a router."""
+    ports = free_ports(4)
+    with tempfile.TemporaryDirectory(prefix="kvlease-stock-") as folder:
+        engines = [
+            EngineProcess(choice.spec(role, _seat(role, number, ports, Path(folder)), ConnectorChoice.STOCK))
+            for number, role in enumerate(ProcessRole)
+        ]
+        async with _session() as session:
+            try:
+                for engine in engines:
+                    await engine.start()
+                waited_s = await asyncio.gather(*(engine.wait_ready() for engine in engines))
+                progress(f"stock engines serve after {max(waited_s):.0f} s")
+                urls = tuple(engine.base_url for engine in engines)
+                yield Running(
+                    session, urls, {Mode.STOCK: StockFleet(session, urls[0], urls[1], SERVED_MODEL)}
+                )
+            finally:
+                await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+def _seat(role: ProcessRole, number: int, ports: list[int], folder: Path) -> EngineSeat:
+    return EngineSeat(
+        EngineRole(role.value),
+        number,
+        ports[2 * number],
+        ports[2 * number + 1],
+        folder,
+        folder / f"{role}.log",
+    )
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))

@@ -1,0 +1,137 @@
+"""What a run says: percentiles per mode, ratios between modes, charts, and two runs compared."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvlease.bench.multiturn.plan import Mode, TurnStats
+from kvlease.core.errors import InvalidArgument
+
+Key = tuple[int, int, int]
+"""Length, suffix, conversations."""
+
+SINGLE_PATHS = (Mode.OFF, Mode.ON, Mode.APPEND)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile of values that are not empty."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def summary(turns: Iterable[TurnStats]) -> list[dict[str, Any]]:
+    """A row per mode and point of the sweep: percentiles of TTFT, what moved, and the paths taken."""
+    groups: dict[tuple[Key, Mode], list[TurnStats]] = defaultdict(list)
+    for turn in turns:
+        groups[(turn.length, turn.suffix, turn.conversations), turn.mode].append(turn)
+    return [
+        {
+            "mode": mode.value,
+            "length": key[0],
+            "suffix": key[1],
+            "conversations": key[2],
+            "turns": len(group),
+            "ttft_p50_ms": percentile([turn.ttft_ms for turn in group], 0.5),
+            "ttft_p99_ms": percentile([turn.ttft_ms for turn in group], 0.99),
+            "prefill_p50_ms": percentile([turn.prefill_ms for turn in group], 0.5),
+            "transfer_p50_ms": percentile([turn.transfer_ms for turn in group], 0.5),
+            "bytes": percentile([turn.bytes for turn in group], 0.5),
+            "descriptors": percentile([turn.descriptors for turn in group], 0.5),
+            "reused_tokens": percentile([turn.reused_tokens for turn in group], 0.5),
+            "paths": sorted({f"{turn.path}: {turn.reason}".rstrip(": ") for turn in group}),
+        }
+        for (key, mode), group in groups.items()
+    ]
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per point: AUTO and readback beside stock's readback, and AUTO beside the best single path."""
+    medians: dict[Key, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        key = (row["length"], row["suffix"], row["conversations"])
+        medians[key][row["mode"]] = row["ttft_p50_ms"]
+    found: list[dict[str, Any]] = []
+    for (length, suffix, conversations), of in medians.items():
+        singles = [of[mode] for mode in SINGLE_PATHS if mode in of]
+        point: dict[str, Any] = {"length": length, "suffix": suffix, "conversations": conversations}
+        if "auto" in of and "stock" in of:
+            point["auto_to_stock"] = round(of["auto"] / of["stock"], 3)
+        if "on" in of and "stock" in of:
+            point["readback_to_stock"] = round(of["on"] / of["stock"], 3)
+        if "auto" in of and singles:
+            point["auto_to_best_path"] = round(of["auto"] / min(singles), 3)
+        if "on" in of and "off" in of:
+            point["readback_to_recompute"] = round(of["on"] / of["off"], 3)
+        found.append(point)
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The summary for a terminal."""
+    head = f"{'mode':8}{'prompt':>8}{'suffix':>8}{'at once':>8}{'p50 ms':>10}{'p99 ms':>10}{'MiB read':>10}  path"
+    lines = [
+        f"{row['mode']:8}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
+        f"{row['ttft_p50_ms']:>10.1f}{row['ttft_p99_ms']:>10.1f}{row['bytes'] / 2**20:>10.1f}"
+        f"  {', '.join(row['paths'])}"
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Charts of TTFT by length, and of what a turn's time was spent on; `path` with .png and .svg.
+
+    Raises:
+        InvalidArgument: matplotlib is not installed.
+    """
+    try:
+        figures: Any = import_module("matplotlib.figure")
+    except ImportError as error:
+        raise InvalidArgument("charts need matplotlib: pip install 'kvlease[bench]'") from error
+    figure: Any = figures.Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    suffix = min(row["suffix"] for row in rows)
+    single = [row for row in rows if row["conversations"] == 1 and row["suffix"] == suffix]
+    for mode in Mode:
+        points = sorted((row["length"], row["ttft_p50_ms"]) for row in single if row["mode"] == mode.value)
+        if points:
+            left.plot(*zip(*points, strict=True), "o-", label=mode.value)
+    left.set(xlabel="tokens of the first prompt", ylabel="TTFT of turn two, ms (median)")
+    left.set_title(f"suffix of {suffix} tokens")
+    left.legend()
+    longest = max((row["length"] for row in single), default=0)
+    bars = [row for row in single if row["length"] == longest]
+    names = [row["mode"] for row in bars]
+    transfer = [min(row["transfer_p50_ms"], row["ttft_p50_ms"]) for row in bars]
+    rest = [row["ttft_p50_ms"] - moved for row, moved in zip(bars, transfer, strict=True)]
+    right.bar(names, transfer, label="NIXL READs")
+    right.bar(names, rest, bottom=transfer, label="the rest: compute, queue, hops")
+    right.set(ylabel="ms", title=f"turn two after {longest} tokens")
+    right.legend()
+    for ending in (".png", ".svg"):
+        figure.savefig(path.with_suffix(ending), dpi=120)
+
+
+def compared(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The points that two summaries share, with the second's TTFT over the first's."""
+
+    def by_point(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+        names = ("mode", "length", "suffix", "conversations")
+        return {tuple(row[name] for name in names): row for row in rows}
+
+    first, second = by_point(one), by_point(other)
+    return [
+        {
+            "mode": point[0],
+            "length": point[1],
+            "suffix": point[2],
+            "conversations": point[3],
+            "first_p50_ms": row["ttft_p50_ms"],
+            "second_p50_ms": second[point]["ttft_p50_ms"],
+            "ratio": round(second[point]["ttft_p50_ms"] / row["ttft_p50_ms"], 3),
+        }
+        for point, row in first.items()
+        if point in second
+    ]
