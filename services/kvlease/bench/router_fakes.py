@@ -7,21 +7,20 @@ prints one line of JSON with its addresses and serves until it is ended.
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from kvlease.core.ids import Holder
 from kvlease.core.records import Engine, EngineRole, KvLayout
 from kvlease.core.turn import PARAMS_KEY, TurnReport
-from kvlease.registry.config import RegistryConfig
-from kvlease.registry.server import RegistryServer
-from kvlease.runtime.clock import LoopClock
-from kvlease.store.memory import MemoryStore
+from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.v1 import registry_pb2, registry_pb2_grpc
+from kvlease.wire.engines import engine_to_wire
 
 MODEL = "bench"
 EVENTS_A_STREAM = 64
 PROMPT_TOKENS = 500
-ENGINE_TTL_S = 3600.0
 HEAD_END = b"\r\n\r\n"
 
 
@@ -173,30 +172,64 @@ class FakeFleet:
     registry: str
 
 
+class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
+    """Knows the engines, and that every lease is renewed as soon as it is asked for."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self._engines = engines
+
+    async def WatchEngines(self, request: registry_pb2.WatchEnginesRequest, context: Any) -> None:
+        """A snapshot, and no change."""
+        message = registry_pb2.WatchEnginesResponse
+        changes = [message.Change(engine=engine_to_wire(engine)) for engine in self._engines]
+        await context.write(message(snapshot=True, changes=changes))
+        await asyncio.get_running_loop().create_future()
+
+    async def WatchLeases(self, request: registry_pb2.WatchLeasesRequest, context: Any) -> None:
+        """No lease of other routers."""
+        await context.write(registry_pb2.WatchLeasesResponse(snapshot=True))
+        await asyncio.get_running_loop().create_future()
+
+    async def RenewLeases(
+        self, request_iterator: AsyncIterator[registry_pb2.RenewLeasesRequest], context: Any
+    ) -> None:
+        """Every beat is applied."""
+        async for beat in request_iterator:
+            await context.write(registry_pb2.RenewLeasesResponse(sequence=beat.sequence))
+
+    async def ReleaseLease(
+        self, request: registry_pb2.ReleaseLeaseRequest, context: Any
+    ) -> registry_pb2.ReleaseLeaseResponse:
+        """Released."""
+        return registry_pb2.ReleaseLeaseResponse()
+
+    async def UnpinLease(
+        self, request: registry_pb2.UnpinLeaseRequest, context: Any
+    ) -> registry_pb2.UnpinLeaseResponse:
+        """Ended."""
+        return registry_pb2.UnpinLeaseResponse()
+
+
 async def _serve() -> None:
-    loop, urls = asyncio.get_running_loop(), dict[EngineRole, str]()
-    store = MemoryStore()
+    loop, engines = asyncio.get_running_loop(), list[Engine]()
     for role in EngineRole:
-        server = await loop.create_server(FakeEngine, "127.0.0.1", 0)
-        urls[role] = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        engine = Engine(
-            holder=Holder(f"{role.value}-1", "boot", 1),
-            role=role,
-            model=MODEL,
-            url=urls[role],
-            sidecar_address="127.0.0.1:1",  # nobody: leases are granted and their renewals miss
-            layout=KvLayout(16, "bfloat16", 1, 1, 4096, "layout"),
+        listener = await loop.create_server(FakeEngine, "127.0.0.1", 0)
+        engines.append(
+            Engine(
+                holder=Holder(f"{role.value}-1", "boot", 1),
+                role=role,
+                model=MODEL,
+                url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}",
+                sidecar_address="127.0.0.1:1",
+                layout=KvLayout(16, "bfloat16", 1, 1, 4096, "layout"),
+            )
         )
-        await store.open_session(engine, ENGINE_TTL_S)
-    registry = RegistryServer(
-        RegistryConfig(listen="127.0.0.1:0", admin_listen="127.0.0.1:0"), store, LoopClock()
-    )
-    await registry.start()
-    fleet = {
-        "prefill": urls[EngineRole.PREFILL],
-        "decode": urls[EngineRole.DECODE],
-        "registry": registry.address,
-    }
+    name = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
+    server = GrpcServer("127.0.0.1:0", [name])
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(FakeRegistry(engines), server.server)
+    server.bind()
+    await server.start()
+    fleet = {engine.role.value: engine.url for engine in engines} | {"registry": server.address}
     sys.stdout.write(json.dumps(fleet) + "\n")
     sys.stdout.flush()
     await loop.create_future()
