@@ -111,6 +111,18 @@ def test_secrets_are_not_shown() -> None:
     assert "sesame" not in str(shown)
 
 
+def test_a_secret_comes_from_a_file_or_the_environment_and_never_from_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "paint.toml"
+    file.write_text('key = "from the file"')
+    assert load_config(PaintConfig, "paint", parse("--config", str(file)), {}).key == "from the file"
+    assert load_config(PaintConfig, "paint", parse(), {"KVLEASE_PAINT_KEY": "sesame"}).key == "sesame"
+    with pytest.raises(SystemExit):
+        parse("--key", "sesame")
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_help_shows_meaning_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")

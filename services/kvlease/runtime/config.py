@@ -3,7 +3,8 @@
 A process has one frozen dataclass whose fields are made by `setting`. Field `heartbeat_interval_s` of the
 router is `heartbeat_interval_s` in the file that `--config` names, `KVLEASE_ROUTER_HEARTBEAT_INTERVAL_S` in
 the environment and `--heartbeat-interval-s` as a flag. A key that no field knows is refused in all three. A
-method `validate` checks the relations between fields with `require`.
+secret has no flag: every user of a machine can read the command lines of its processes. A method `validate`
+checks the relations between fields with `require`.
 """
 
 import dataclasses
@@ -55,9 +56,13 @@ def require(holds: bool, message: str) -> None:
 
 
 def add_config_arguments(parser: ArgumentParser, config: type[ProcessConfig]) -> None:
-    """Adds `--config` and a flag for every field."""
-    parser.add_argument("--config", default=None, help="TOML file with any of the settings below")
+    """Adds `--config` and a flag for every field that is no secret."""
+    secrets = [field.name for field in dataclasses.fields(config) if field.metadata["secret"]]
+    also = f" and {', '.join(secrets)}, which no flag sets" if secrets else ""
+    parser.add_argument("--config", default=None, help=f"TOML file with any of the settings below{also}")
     for field in dataclasses.fields(config):
+        if field.metadata["secret"]:
+            continue
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=f"setting_{field.name}",
