@@ -12,7 +12,7 @@ GENERATED := $(VENV)/.generated
 PROTO_FILES := $(shell find protos -name '*.proto' 2>/dev/null)
 PYTEST_FLAGS ?=
 
-.PHONY: help up test test-all soak check bench engine-env protos format clean
+.PHONY: help up test test-all soak check bench engine-env protos examples format clean
 
 help: ## Show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,7 +53,7 @@ check: $(GENERATED) ## Format, lint, types, layers, protos and the fast tests
 	  echo $(BIN)/buf breaking; \
 	  $(BIN)/buf breaking --against ".git#tag=$$(git describe --tags --abbrev=0)"; \
 	fi
-	$(BIN)/python -m pytest -m "not engine and not slow and not soak" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not polyglot and not engine and not slow and not soak" $(PYTEST_FLAGS)
 
 test: $(GENERATED) engine-env ## Set up everything and run the tests, real engines included
 	@if [ -z "$$CI" ] && ! command -v go >/dev/null; then \
@@ -68,6 +68,9 @@ test-all: $(GENERATED) engine-env ## The same, and the tests that take long; nee
 
 soak: $(GENERATED) engine-env ## 300 turns over 30 conversations on real engines, each compared with a cold run
 	$(BIN)/python -m pytest -m soak -s $(PYTEST_FLAGS)
+
+examples: $(GENERATED) ## Build the examples in Python, Go, TypeScript, Java and Rust
+	$(MAKE) -C examples
 
 format: $(INSTALLED) ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff format .
