@@ -2,11 +2,15 @@
 
 import json
 from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from kvlease import __version__ as kvlease_version
+from kvlease.core import details
 from kvlease.core.attachment import EngineFacts
 from kvlease.core.ids import Holder
 from kvlease.core.records import KvLayout, KvLocation
+from kvlease_vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def describe_engine(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any, holder: Holder
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    nixl_scheduler: Any,
+    holder: Holder,
+    settings: ConnectorSettings,
 ) -> EngineFacts:
     """Everything that a sidecar registers about this engine."""
     from vllm import __version__ as vllm_version
@@ -37,7 +45,41 @@ def describe_engine(
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         retain=not refusal,
         retain_refusal=refusal,
+        details=describe_details(vllm_config, settings),
     )
+
+
+def describe_details(vllm_config: "VllmConfig", settings: ConnectorSettings) -> dict[str, str]:
+    """What people and `kvlease doctor` want to know of this engine."""
+    from vllm.platforms import current_platform
+
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    return {
+        details.CONNECTOR_VERSION: kvlease_version,
+        details.DEVICE: str(current_platform.device_type),
+        details.NIXL_VERSION: _nixl_version(),
+        details.NIXL_BACKENDS: ",".join(nixl_backends(vllm_config)),
+        details.KV_BUFFER_DEVICE: str(transfer.kv_buffer_device),
+        details.CACHE_DTYPE: str(cache.cache_dtype),
+        details.MODEL_LENGTH_MAX: str(vllm_config.model_config.max_model_len),
+        details.SEQUENCES_MAX: str(vllm_config.scheduler_config.max_num_seqs),
+        details.RETENTION_BUDGET: f"{settings.retention_budget:g}",
+        details.READING_CAP: f"{settings.reading_cap:g}",
+    }
+
+
+def nixl_backends(vllm_config: "VllmConfig") -> list[str]:
+    """The backends that vLLM gives to its NIXL agents; its default is UCX."""
+    return list(vllm_config.kv_transfer_config.get_from_extra_config("backends", ["UCX"]))
+
+
+def _nixl_version() -> str:
+    for name in ("nixl", "nixl-cu12", "nixl-cu13"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 def describe_layout(

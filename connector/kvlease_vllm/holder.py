@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from kvlease.core.attachment import LeaseOffer, offer_of
@@ -19,6 +20,14 @@ from kvlease.core.holding import Grant, Hold, HoldEvent, HoldLimits, HoldTable, 
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, LeaseKind, LeaseState, MissReason
 from kvlease.core.records import BlockList, KvLayout, Pinned
+
+
+class EvictionCause(Enum):
+    """Why leases are evicted: a request needs blocks, the share for leases is full, a tenant's cap is."""
+
+    PRESSURE = "pressure"
+    BUDGET = "budget"
+    TENANT = "tenant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,15 @@ class BlockHolder:
         self._before_reset = before_reset
         self._lock = threading.Lock()
         self._order: dict[int, int] = {}
-        self.evictions = 0
+        # Every cause from the start, since the link's thread reads it: its size never changes.
+        self.evictions_by_cause = Counter(dict.fromkeys(EvictionCause, 0))
         self._reset_pool = pool.reset_prefix_cache
         pool.reset_prefix_cache = self.reset
+
+    @property
+    def evictions(self) -> int:
+        """Leases that were evicted so far."""
+        return self.evictions_by_cause.total()
 
     # --- the link's thread --------------------------------------------------------------------------
 
@@ -192,7 +207,7 @@ class BlockHolder:
         """Evicts leases that nobody reads until `blocks` are free or none is left. Whether blocks were gained."""
         before = self._pool.get_num_free_blocks()
         self.give_back()
-        while self._pool.get_num_free_blocks() < blocks and self._evict_one():
+        while self._pool.get_num_free_blocks() < blocks and self._evict_one(EvictionCause.PRESSURE):
             self.give_back()
         return bool(self._pool.get_num_free_blocks() > before)
 
@@ -243,13 +258,13 @@ class BlockHolder:
                     return True
                 own = [hold for hold in self._idle(grant.lease_id) if hold.grant.tenant == grant.tenant]
                 victim = min(own, key=self._worth, default=None)
-                self._evict(victim)
+                self._evict(victim, EvictionCause.TENANT)
             if victim is None:
                 return False
             self.give_back()
 
     def _shrink_to_budget(self, keep: int) -> None:
-        while self._retained_blocks() > self._budget_blocks and self._evict_one(keep):
+        while self._retained_blocks() > self._budget_blocks and self._evict_one(EvictionCause.BUDGET, keep):
             self.give_back()
 
     def _retained_blocks(self) -> int:
@@ -257,11 +272,11 @@ class BlockHolder:
             retained = (hold for hold in self._table.holds() if hold.grant.kind is LeaseKind.CONVERSATION)
             return len({block for hold in retained for block in hold.grant.block_ids})
 
-    def _evict_one(self, keep: int = 0) -> bool:
+    def _evict_one(self, cause: EvictionCause, keep: int = 0) -> bool:
         """Evicts the lease least worth keeping whose end helps to free a block; False when there is none."""
         with self._lock:
             victim = self._choose(self._idle(keep))
-            self._evict(victim)
+            self._evict(victim, cause)
         return victim is not None
 
     def _idle(self, keep: int) -> list[Hold]:
@@ -272,10 +287,10 @@ class BlockHolder:
             if hold.state is LeaseState.HELD and hold.grant.lease_id != keep
         ]
 
-    def _evict(self, victim: Hold | None) -> None:
+    def _evict(self, victim: Hold | None, cause: EvictionCause) -> None:
         if victim is not None:
             self._table.end(self._now_s(), victim.grant.lease_id, LeaseEvent.EVICT)
-            self.evictions += 1
+            self.evictions_by_cause[cause] += 1
 
     def _choose(self, idle: Sequence[Hold]) -> Hold | None:
         """The victim: one whose end frees a block if there is one, else one of those that only share blocks."""

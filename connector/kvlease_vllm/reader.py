@@ -275,6 +275,7 @@ class Reads:
         if outcome == "read":
             self._met.add(read.order.holder.engine_id)
             self.counters["read_tokens"] += read.read_tokens
+            self.counters["read_blocks"] += len(read.block_ids)
         pin_id = read.order.pin_id
         self._users_of_pin[pin_id] -= 1
         if not self._users_of_pin[pin_id]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvlease.core import details
 from kvlease.core.digests import BlockChain, verified_tokens
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.holding import Grant, HoldEvent, HoldLimits
@@ -22,6 +23,7 @@ from kvlease.core.records import BlockList
 from kvlease.core.turn import PARAMS_KEY, KeepOrder, TurnParams, TurnReport
 from kvlease_vllm.chain import can_verify, request_chain, request_root
 from kvlease_vllm.engine_facts import describe_engine
+from kvlease_vllm.fabric import fabric_handles
 from kvlease_vllm.holder import BlockHolder
 from kvlease_vllm.metadata import GivenUp, KvleaseWorkerMetadata, WorkerOrders
 from kvlease_vllm.notifications import PIN_PREFIX
@@ -86,8 +88,13 @@ class SchedulerHalf:
         self._ranks = vllm_config.parallel_config.world_size
         self._block_size: int = vllm_config.cache_config.block_size
         self._facts = describe_engine(
-            vllm_config, kv_cache_config, nixl_scheduler, Holder(engine_id, uuid.uuid4().hex, FIRST_EPOCH)
+            vllm_config,
+            kv_cache_config,
+            nixl_scheduler,
+            Holder(engine_id, uuid.uuid4().hex, FIRST_EPOCH),
+            settings,
         )
+        self._uses_libfabric = "LIBFABRIC" in self._facts.details[details.NIXL_BACKENDS].split(",")
         self._traces = RequestTraces()
         self._service = SidecarService(settings.socket_dir, settings.outbox_max, self._traces)
         self._reads = Reads(
@@ -132,10 +139,15 @@ class SchedulerHalf:
     def counters(self) -> Counter[str]:
         """What happened so far, by name, with the gauges that only this half knows."""
         counters = Counter(self._reads.counters)
+        counters["bytes_read"] = counters.pop("read_blocks", 0) * self._facts.layout.block_bytes
         counters["evictions"] = self._holder.evictions
+        for cause, evictions in self._holder.evictions_by_cause.items():
+            counters[f"evictions_{cause.value}"] = evictions
         counters["refused_params"] = self._refused_params
         counters["quarantined_blocks"] = self._quarantine.blocks
         counters["running_requests"] = len(self._scheduled)
+        if self._uses_libfabric:
+            counters[details.FABRIC_HANDLES] = fabric_handles()
         return counters
 
     # --- requests come and go -----------------------------------------------------------------------

@@ -33,7 +33,7 @@ RECORD = LeaseRecord(
     chain_keys=(1, (1 << 64) - 1),
 )
 OFFER = LeaseOffer(RECORD, 5.5, True, 9, ("pin-1", "pin-2"))
-FACTS = EngineFacts(HOLDER, "m", LAYOUT, LOCATION, "0.32.0", 1, 90, False, False, "sliding window")
+FACTS = EngineFacts(HOLDER, "m", LAYOUT, LOCATION, "0.32.0", 1, 90, False, False, "sliding window", {"device": "cpu"})
 
 
 def test_a_lease_record_comes_back_the_same() -> None:
@@ -55,6 +55,8 @@ def test_an_engine_comes_back_the_same() -> None:
         False,
         "why",
         draining=True,
+        location=LOCATION,
+        details={"nixl_backends": "UCX"},
     )
     assert engines.engine_from_wire(engines.engine_to_wire(engine)) == engine
 

@@ -1,6 +1,6 @@
 """What an engine's connector tells its sidecar: who the engine is, and what it holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvlease.core.holding import Hold
 from kvlease.core.ids import Holder
@@ -31,6 +31,7 @@ class EngineFacts:
 
     Attributes:
         retain: whether the engine can retain and read; if not, `retain_refusal` says why.
+        details: what people read to find out what is wrong, by `core.details`; no process decides by it.
     """
 
     holder: Holder
@@ -43,6 +44,7 @@ class EngineFacts:
     prefix_caching: bool = True
     retain: bool = True
     retain_refusal: str = ""
+    details: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def offer_of(

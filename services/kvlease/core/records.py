@@ -52,6 +52,8 @@ class Engine:
         sidecar_address: host:port of the sidecar's gRPC server.
         retain: whether the engine can retain and read; if not, `retain_refusal` says why.
         draining: an operator wants it to get no new turns.
+        location: where other engines READ from it; None from a sidecar that does not tell.
+        details: what people read to find out what is wrong, by `core.details`; no process decides by it.
     """
 
     holder: Holder
@@ -67,6 +69,8 @@ class Engine:
     retain: bool = True
     retain_refusal: str = ""
     draining: bool = False
+    location: KvLocation | None = None
+    details: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,8 @@ class Sidecar:
             retain=facts.retain,
             retain_refusal=facts.retain_refusal,
             draining=replace(facts.holder, epoch=0) in self._draining,
+            location=facts.location,
+            details=facts.details,
         )
 
     async def _supersede(self, record: LeaseRecord) -> None:

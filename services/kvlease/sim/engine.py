@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvlease import __version__
+from kvlease.core import details
 from kvlease.core.attachment import EngineFacts
 from kvlease.core.clock import Clock
 from kvlease.core.digests import DIGEST_BYTES, BlockChain, ChainRoot, chain
@@ -198,13 +200,14 @@ class SimEngine:
             location=self._location,
             vllm_version="sim",
             total_blocks=settings.total_blocks,
+            details={details.DEVICE: "sim", details.CONNECTOR_VERSION: __version__},
         )
 
     def gauges(self) -> HolderGauges:
         """The holder's gauges and counters."""
         held = self.holder.held_blocks()
         counters = Counter(self.reader.counters)
-        counters["evictions"] = self.holder.evictions
+        counters["evictions"] = counters["evictions_pressure"] = self.holder.evictions
         return HolderGauges(
             held_blocks=held,
             reading_blocks=self.holder.reading_blocks(),

@@ -100,6 +100,7 @@ class Reader:
         pinned = await self._pins.pin(ask, order.sidecar_address)
         if not isinstance(pinned, Pinned):
             self.counters["misses"] += 1
+            self.counters[f"outcome_{pinned.value}"] += 1
             return pinned.value
         if pinned.blocks is None or pinned.location is None:
             self._unpin(order, pinned.holder)
@@ -145,11 +146,11 @@ class Reader:
             if not in_time:
                 self._quarantine(task, owned)
             self._unpin(read.order, read.holder)
-        if in_time:
-            return ReadResult(True, "read")
-        failed = task.done() and task.exception() is not None
-        self.counters["failed_reads" if failed else "fenced_reads"] += 1
-        return ReadResult(False, "failed" if failed else "fence")
+        outcome = (
+            "read" if in_time else ("failed" if task.done() and task.exception() is not None else "fence")
+        )
+        self.counters[f"outcome_{outcome}"] += 1
+        return ReadResult(in_time, outcome)
 
     async def close(self) -> None:
         """Ends every transfer."""

@@ -157,6 +157,18 @@ class EtcdClient:
             if _code(error) is not grpc.StatusCode.NOT_FOUND:
                 raise
 
+    async def status(self, endpoint: str) -> etcd_pb2.StatusResponse:
+        """Version, size and alarms of one member.
+
+        Raises:
+            StoreUnavailable: it did not answer in time, or refused.
+        """
+        path, request = "/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest()
+        try:
+            return await self._ask(endpoint, path, request, etcd_pb2.StatusResponse, self._options.call_s)
+        except grpc.aio.AioRpcError as error:
+            raise unavailable(error) from error
+
     async def open_watch(self, endpoint: str) -> WatchCall:
         """A stream of watches at one endpoint, which ends when that member has no leader."""
         await self._prepare(endpoint, self._options.call_s)

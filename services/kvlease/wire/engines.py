@@ -51,6 +51,8 @@ def engine_to_wire(engine: Engine) -> registry_pb2.Engine:
         retain=engine.retain,
         retain_refusal=engine.retain_refusal,
         draining=engine.draining,
+        location=location_to_wire(engine.location) if engine.location is not None else None,
+        details=engine.details,
     )
 
 
@@ -74,6 +76,8 @@ def engine_from_wire(message: registry_pb2.Engine) -> Engine:
         retain=message.retain,
         retain_refusal=message.retain_refusal,
         draining=message.draining,
+        location=location_from_wire(message.location) if message.HasField("location") else None,
+        details=dict(message.details),
     )
 
 
@@ -118,6 +122,7 @@ def hello_to_wire(facts: EngineFacts, holds: Iterable[LeaseOffer]) -> connector_
         retain=facts.retain,
         retain_refusal=facts.retain_refusal,
         holds=[offer_to_wire(hold) for hold in holds],
+        details=facts.details,
     )
 
 
@@ -144,6 +149,7 @@ def hello_from_wire(message: connector_pb2.ConnectorHello) -> tuple[EngineFacts,
         prefix_caching=message.prefix_caching,
         retain=message.retain,
         retain_refusal=message.retain_refusal,
+        details=dict(message.details),
     )
     return facts, tuple(offer_from_wire(hold) for hold in message.holds)
 
