@@ -24,6 +24,7 @@ from kvlease.router.config import RouterConfig
 from kvlease.router.server import RouterServer
 from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.grpc_client import Channels
+from kvlease.runtime.grpc_server import GrpcServer, is_local
 from kvlease.runtime.identity import Identity
 from kvlease.runtime.tls import CERTIFICATE_FILE, Tls, make_tls
 from kvlease.sidecar.config import SidecarConfig
@@ -281,3 +282,29 @@ def test_certificates_that_cannot_be_used_are_refused_by_the_setting_that_names_
     with pytest.raises(InvalidArgument, match="tls_dir: cannot use"):
         make_tls(RouterConfig(tls_dir=str(tmp_path)))
     assert make_tls(RouterConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:7700", True),
+        ("[::1]:7700", True),
+        ("localhost:0", True),
+        ("unix:/run/kvlease/sidecar.sock", True),
+        ("0.0.0.0:7700", False),
+        ("[::]:7700", False),
+        ("sidecar-0.pods:7720", False),
+    ],
+)
+def test_a_port_that_other_machines_reach_is_told_from_a_local_one(address: str, local: bool) -> None:
+    assert is_local(address) is local
+
+
+async def test_a_server_for_other_machines_without_tls_warns(caplog: pytest.LogCaptureFixture) -> None:
+    for listen in ("127.0.0.1:0", "0.0.0.0:0"):
+        server = GrpcServer(listen, [])
+        server.bind()
+        await server.start()
+        await server.stop(0.0)
+    warned = [record.__dict__["address"] for record in caplog.records if "without TLS" in record.message]
+    assert warned == ["0.0.0.0:0"]

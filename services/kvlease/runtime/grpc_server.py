@@ -1,5 +1,7 @@
 """A gRPC server with health, reflection, domain errors as statuses and a graceful stop."""
 
+import ipaddress
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -17,6 +19,8 @@ from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry
 from kvlease.runtime.tls import Tls
 from kvlease.runtime.trace_interceptors import TracingServerInterceptor
 from kvlease.wire.errors import abort_with
+
+_log = logging.getLogger(__name__)
 
 MESSAGE_BYTES_MAX = 64 << 20
 """A pin of a 128k token lease answers with 300 kB; the snapshot of a watch carries many records."""
@@ -95,6 +99,11 @@ class GrpcServer:
         Raises:
             InvalidArgument: the address cannot be bound.
         """
+        if self._tls is None and not is_local(self._listen):
+            _log.warning(
+                "serves other machines without TLS: whoever reaches the port may call everything (tls_dir)",
+                extra={"address": self._listen},
+            )
         try:
             if self._tls is None:
                 port = self.server.add_insecure_port(self._listen)
@@ -121,3 +130,14 @@ class GrpcServer:
         """Refuses calls from here on, and gives those in flight `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches a `unix:` or `host:port` address."""
+    host = address.rpartition(":")[0].strip("[]")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

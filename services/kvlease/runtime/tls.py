@@ -67,10 +67,10 @@ class Tls:
         self._directory = Path(directory)
         self._lock = threading.Lock()
         try:
-            self._current = self._read(self._stamp())
+            self._seen: Stamp = self._stamp()
+            self._current = self._read(self._seen)
         except (OSError, ssl.SSLError) as error:
             raise InvalidArgument(f"tls_dir: cannot use {directory}: {error}") from error
-        self._seen = self._current.stamp
 
     def certificates(self) -> Certificates:
         """The newest ones that fit together."""
