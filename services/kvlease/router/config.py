@@ -24,6 +24,7 @@ RELOADED_SETTINGS = frozenset(
         "wait_for_offer_s",
         "turn_timeout_s",
         "prefill_timeout_s",
+        "resume_streams",
     }
 )
 """Settings that SIGHUP changes in a router that runs: those of `turn_limits`."""
@@ -53,6 +54,11 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     wait_for_offer_s: float = setting(0.02, "a pin may wait this long for a lease granted a moment ago")
     turn_timeout_s: float = setting(1800.0, "bound of one turn, its streamed answer included")
     prefill_timeout_s: float = setting(120.0, "bound of one try of the prefill leg")
+    resume_streams: bool = setting(
+        False,
+        "a stream whose engine fails goes on at another one; costs token ids beside each event. Off: it ends in "
+        "an error event",
+    )
     suspect_s: float = setting(2.0, "an engine is avoided this long after a call to it failed")
     stall_s: float = setting(
         60.0,
@@ -208,4 +214,6 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     def turn_limits(self) -> TurnLimits:
         """The bounds of a turn."""
         plan = PlanLimits(self.append_tokens_max, self.reuse_tokens_min, self.decode_running_max)
-        return TurnLimits(plan, self.turn_timeout_s, self.prefill_timeout_s, self.wait_for_offer_s)
+        return TurnLimits(
+            plan, self.turn_timeout_s, self.prefill_timeout_s, self.wait_for_offer_s, self.resume_streams
+        )

@@ -4,6 +4,7 @@ Passes the decode engine's answer to the client, and grants the turn's lease whe
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvlease.router.dialect import ReplyReader
 from kvlease.router.errors import error_event
 from kvlease.router.headers import answer_headers
 from kvlease.router.ports import EngineReply, LegError
+from kvlease.router.resume import RESUMED_PATH, ContinuedDialect, RememberingDialect, memory_of
 from kvlease.router.sse import EventSplitter, StreamCleaner
 from kvlease.router.turn import (
     TRIES_A_LEG,
@@ -30,6 +32,8 @@ from kvlease.router.turn import (
     unavailable,
     without_prefill,
 )
+
+log = logging.getLogger(__name__)
 
 DRAIN_S = 0.1
 """How long the end of a stream is waited for after its last event, so that its connection can be used again."""
@@ -47,6 +51,7 @@ class DecodeLeg:
         So is one that answers with a fault of its own (5xx); where nobody can replace it, the client gets
         that answer as it is.
         """
+        self._remember_stream(turn)
         tried: set[str] = set()
         for tries_left in reversed(range(TRIES_A_LEG)):
             engine = self._services.engines.get(turn.plan.decode_engine_id)
@@ -59,7 +64,7 @@ class DecodeLeg:
                 except LegError as failed:
                     sent = failed.sent
                     if turn.answered:
-                        await self._break_off(turn)
+                        await self._break_off(turn, tried)
                         return
             if not self._replace_engine(turn, tried, handover if not sent else None):
                 break
@@ -67,12 +72,41 @@ class DecodeLeg:
         turn.record.ended = "badly"
         await unavailable(turn.client, turn.head, "no decode engine answers")
 
-    async def _break_off(self, turn: Turn) -> None:
+    async def _break_off(self, turn: Turn, tried: set[str]) -> None:
         """A stream that has begun is never replayed; one whose choices have all ended lacks nothing."""
         if turn.record.ended == "well":
             await turn.client.end()
-        else:
+        elif not await self._resume(turn, tried):
             await broken(turn, 502, "the decode engine broke off its answer")
+
+    def _remember_stream(self, turn: Turn) -> None:
+        """Keeps what it takes to resume the turn's stream, where that is wanted and possible."""
+        request = turn.request
+        memory = memory_of(request.api, request.body) if self._services.limits.resume_streams else None
+        if memory is not None:
+            turn.memory = memory
+            turn.request = replace(request, dialect=RememberingDialect(request.dialect, memory))
+
+    async def _resume(self, turn: Turn, tried: set[str]) -> bool:
+        """Lets another engine go on where a stream broke off; False when none did to the end."""
+        memory, reader = turn.memory, turn.reader
+        if memory is None or reader is None or not memory.can_resume:
+            return False
+        if not self._replace_engine(turn, tried, None):
+            return False
+        engine = self._services.engines.get(turn.plan.decode_engine_id)
+        if engine is None:
+            return False
+        log.info(
+            "stream resumed", extra={"request_id": turn.head.request_id, "tokens": len(memory.token_ids)}
+        )
+        dialect = ContinuedDialect(turn.request.dialect, memory, turn.request.body, reader)
+        turn.request = replace(turn.request, dialect=dialect)
+        try:
+            await self._try(turn, engine, None, None, RESUMED_PATH)
+        except LegError:
+            return turn.record.ended == "well"
+        return True
 
     def _can_replace(self, turn: Turn, tried: set[str] | None) -> bool:
         signals = self._services.engines.signals(turn.request.model)
@@ -98,16 +132,24 @@ class DecodeLeg:
         return True
 
     async def _try(
-        self, turn: Turn, engine: Engine, handover: PinnedLease | None, tried: set[str] | None
+        self,
+        turn: Turn,
+        engine: Engine,
+        handover: PinnedLease | None,
+        tried: set[str] | None,
+        path: str = "",
     ) -> None:
-        """Relays one engine's answer; `tried` names the engines that may not replace it, None: nobody may."""
+        """Relays one engine's answer; `tried` names the engines that may not replace it, None: nobody may.
+
+        `path` is the engine's when it is not the one of the request's API.
+        """
         services = self._services
         engine_id = engine.holder.engine_id
         turn.record.lease_id = services.random.lease_id() if turn.plan.keep else 0
         turn.record.decode_engine_id = engine_id
         body = decode_body(turn.request, self._params(turn, handover))
         headers = {**turn.head.engine_headers, **services.engines.headers(engine)}
-        url = engine.url + turn.request.api.value
+        url = engine.url + (path or turn.request.api.value)
         timeout_s = services.limits.turn_timeout_s
         if handover is not None:
             turn.loose_pins.pop(handover.pin_id, None)
@@ -116,6 +158,8 @@ class DecodeLeg:
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
                     if reply.status >= 500 and self._can_replace(turn, tried):
                         raise LegError(f"the decode engine answered {reply.status}", sent=True)
+                    if path and not _is_stream(reply):
+                        raise LegError("the engine does not resume the stream", sent=True)
                     await self._relay(turn, engine, handover, reply)
         except LegError as failed:
             services.engines.suspect(engine_id)
@@ -160,7 +204,7 @@ class DecodeLeg:
             if handover is not None:
                 turn.loose_pins[handover.pin_id] = handover
             await refused(turn, Refusal(reply.status, headers, body))
-        elif reply.headers.get("Content-Type", "").startswith("text/event-stream"):
+        elif _is_stream(reply):
             await self._relay_stream(turn, engine, handover, reply)
         else:
             await self._relay_whole(turn, engine, reply)
@@ -184,7 +228,8 @@ class DecodeLeg:
     async def _relay_stream(
         self, turn: Turn, engine: Engine, handover: PinnedLease | None, reply: EngineReply
     ) -> None:
-        splitter, reader = EventSplitter(), turn.request.dialect.reader()
+        splitter = EventSplitter()
+        turn.reader = reader = turn.request.dialect.reader()
         cleaner = StreamCleaner(reader, turn.request.dialect)
         done = False
         chunks = reply.chunks()
@@ -261,6 +306,10 @@ class DecodeLeg:
         self._services.conversations.learn(
             turn.opened, record.lease_id, usage.prompt_tokens, usage.completion_tokens
         )
+
+
+def _is_stream(reply: EngineReply) -> bool:
+    return reply.status < 400 and reply.headers.get("Content-Type", "").startswith("text/event-stream")
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:

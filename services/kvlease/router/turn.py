@@ -16,7 +16,7 @@ from kvlease.core.turn import TurnReport
 from kvlease.router.background import Background
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversations import ConversationTable, OpenTurn, TurnRecord
-from kvlease.router.dialect import Api
+from kvlease.router.dialect import Api, ReplyReader
 from kvlease.router.engines import EngineTable
 from kvlease.router.errors import error_body, error_event, refusal_body
 from kvlease.router.health import EngineHealth
@@ -24,6 +24,7 @@ from kvlease.router.heartbeat import Heartbeat
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import ClientPort, EnginePort, RandomPort, RegistryPort
 from kvlease.router.responses import ResponseStore
+from kvlease.router.resume import StreamMemory
 from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 
@@ -39,12 +40,14 @@ class TurnLimits:
         turn_timeout_s: of everything, the streamed answer included.
         prefill_timeout_s: of one try of the prefill leg.
         wait_for_offer_s: how long the holder may wait for the lease of a turn that has just ended.
+        resume_streams: a stream that breaks off goes on at another engine, where that is possible.
     """
 
     plan: PlanLimits = DEFAULT_LIMITS
     turn_timeout_s: float = 1800.0
     prefill_timeout_s: float = 120.0
     wait_for_offer_s: float = 0.02
+    resume_streams: bool = False
 
     def take(self, other: "TurnLimits") -> None:
         """From here on the bounds are those of the other."""
@@ -95,6 +98,8 @@ class Turn:
     Attributes:
         loose_pins: pins that no engine has to end.
         answered: the client got the head of an answer.
+        memory: what it takes to resume the stream; None: that is not wanted, or not possible.
+        reader: has read what came of a stream so far.
     """
 
     request: TurnRequest
@@ -106,6 +111,8 @@ class Turn:
     started_s: float
     loose_pins: dict[str, PinnedLease] = field(default_factory=dict[str, PinnedLease])
     answered: bool = False
+    memory: StreamMemory | None = None
+    reader: ReplyReader | None = None
 
     def change_plan(self, changed: Plan) -> None:
         """Takes another path than planned at first."""

@@ -108,6 +108,11 @@ class ReplyWriter:
         else:
             choice["text"] = sample.text
         body["choices"] = [choice | self._details([sample])]
+        if first and self._ask.token_ids:
+            # Where vLLM tells them: beside the choices of the chat API, in each choice of the other one.
+            (body if self._ask.chat else body["choices"][0])["prompt_token_ids"] = list(
+                self._ask.request.token_ids
+            )
         return _event(body)
 
     def last_chunk(self, completion_tokens: int, report: TurnReport) -> bytes:
