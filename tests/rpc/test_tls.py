@@ -218,6 +218,18 @@ async def test_an_operators_release_leaves_a_line_with_who_asked_for_what(
     assert (line["lease_id"], line["outcome"]) == ("00000000000000ab", "done")
 
 
+async def test_a_refused_call_leaves_a_line_as_well(
+    fleet: SecureFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvlease.audit")
+    channel = await fleet.channel(Identity.ROUTER, Identity.REGISTRY, fleet.registry_address)
+    stub = registry_pb2_grpc.RegistryServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.DrainEngine(registry_pb2.DrainEngineRequest(engine_id="sim-1"), timeout=DEADLINE_S)
+    (line,) = [record.__dict__ for record in caplog.records if record.name == "kvlease.audit"]
+    assert (line["caller"], line["engine_id"], line["outcome"]) == ("kvlease-router", "sim-1", "NotAllowed")
+
+
 async def test_processes_take_up_the_certificates_of_another_authority_without_a_restart(
     fleet: SecureFleet,
 ) -> None:
