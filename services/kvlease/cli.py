@@ -15,6 +15,13 @@ COMMANDS = {
     "sim": ("kvlease.simulation.main", "run the whole system in virtual time over a faulty network, by seed"),
     "health": ("kvlease.operator.health", "tell by the exit status whether processes can do their work"),
     "bench": ("kvlease.bench.main", "measure one figure"),
+    "engines": ("kvlease.operator.engines", "list the engines and their blocks"),
+    "leases": ("kvlease.operator.leases", "list, get, watch or release leases"),
+    "conversation": ("kvlease.operator.conversation", "show the turns of a conversation, and why each path"),
+    "drain": ("kvlease.operator.drain", "keep new turns away from an engine before it is stopped"),
+    "top": ("kvlease.operator.top", "watch the fleet"),
+    "doctor": ("kvlease.operator.doctor", "look for what is wrong or could be better in a fleet"),
+    "completion": ("kvlease.completion", "print a shell's completion of this command"),
     "dev": ("kvlease.dev.main", "run the whole system on this machine and hold a conversation"),
 }
 """Subcommand -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it does."""
@@ -32,16 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if asked_for_help else 2
     # gRPC's fork handlers are for processes that go on after a fork; ours only start others, and they warn.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    name, (module_name, meaning) = given[0], COMMANDS[given[0]]
-    module = import_module(module_name)
-    parser = ArgumentParser(prog=f"kvlease {name}", description=meaning)
-    module.add_arguments(parser)
-    status: int = module.run(parser.parse_args(given[1:]))
+    module = import_module(COMMANDS[given[0]][0])
+    status: int = module.run(parser_of(given[0]).parse_args(given[1:]))
     return status
 
 
+def parser_of(name: str) -> ArgumentParser:
+    """The parser of one subcommand."""
+    module_name, meaning = COMMANDS[name]
+    parser = ArgumentParser(prog=f"kvlease {name}", description=meaning)
+    import_module(module_name).add_arguments(parser)
+    return parser
+
+
 def _usage() -> str:
-    commands = "\n".join(f"  {name:10} {meaning}" for name, (_, meaning) in COMMANDS.items())
+    commands = "\n".join(f"  {name:12} {meaning}" for name, (_, meaning) in COMMANDS.items())
     return f"usage: kvlease COMMAND [--help] ...\n\n{commands}\n\n  --version  print the version"
 
 
