@@ -11,8 +11,10 @@ from aiohttp import web
 from kvlease.core.ids import Holder
 from kvlease.core.records import Engine, EngineRole, KvLayout
 from kvlease.core.turn import PARAMS_KEY, TurnReport
+from stubs.answers import Counts, message, message_stream, response, response_stream
 
 MODEL = "tiny"
+TURN_PATHS = ("/chat/completions", "/completions", "/responses", "/messages")
 LAYOUT = KvLayout(16, "float32", 1, 1, 4096, "layout-1")
 
 
@@ -23,6 +25,7 @@ class Received:
     path: str
     headers: Mapping[str, str]
     body: dict[str, Any]
+    raw: bytes = b""
 
     @property
     def orders(self) -> dict[str, Any] | None:
@@ -46,6 +49,7 @@ class StubEngine:
     report: TurnReport = field(default_factory=lambda: TurnReport(200, 0, 0, 0, "none", kept_tokens=200))
     layout: KvLayout = LAYOUT
     retain: bool = True
+    model: str = MODEL
     script: Script | None = None
     received: list[Received] = field(default_factory=list[Received])
     connections: set[object] = field(default_factory=set[object])
@@ -56,9 +60,8 @@ class StubEngine:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/v1/chat/completions", self._handle)
-        app.router.add_post("/v1/completions", self._handle)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -76,7 +79,7 @@ class StubEngine:
         return Engine(
             holder=Holder(self.engine_id, "boot-" + self.engine_id, self.epoch),
             role=self.role,
-            model=MODEL,
+            model=self.model,
             url=self.url,
             sidecar_address=f"sidecar-of-{self.engine_id}:1",
             layout=self.layout,
@@ -84,10 +87,12 @@ class StubEngine:
         )
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        received = Received(request.path, request.headers, json.loads(await request.read()))
+        raw = await request.read()
+        json_body = raw and not request.content_type.startswith("multipart/")
+        received = Received(request.path_qs, request.headers, json.loads(raw) if json_body else {}, raw)
         self.received.append(received)
         if request.transport is not None:
             self.connections.add(request.transport.get_extra_info("peername"))
@@ -101,22 +106,36 @@ class StubEngine:
 
     async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
         """What a healthy engine answers."""
+        if not received.path.partition("?")[0].endswith(TURN_PATHS):
+            return web.json_response({"served": received.path, "by": self.engine_id})
         if received.body.get("stream"):
             return await send_chunks(request, [self.stream(received)])
         return web.json_response(self.whole(received))
 
     def whole(self, received: Received) -> dict[str, Any]:
         """The answer to a request without a stream, the connector's report in it."""
+        if received.path == "/v1/responses":
+            answer = response(self.reply, self.counts())
+        elif received.path == "/v1/messages":
+            answer = message(self.reply, self.counts())
+        else:
+            answer = self._choices(received)
+        if received.orders is not None:
+            answer["kv_transfer_params"] = {PARAMS_KEY: self.report.to_json()}
+        return answer
+
+    def counts(self) -> Counts:
+        """The counts of a turn."""
+        return Counts(self.prompt_tokens, 5, self.cached_tokens)
+
+    def _choices(self, received: Received) -> dict[str, Any]:
         chat = received.path.endswith("chat/completions")
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
         if chat:
             choice["message"] = {"role": "assistant", "content": self.reply}
         else:
             choice["text"] = self.reply
-        answer: dict[str, Any] = {"id": "x", "choices": [choice], "usage": self.usage()}
-        if received.orders is not None:
-            answer["kv_transfer_params"] = {PARAMS_KEY: self.report.to_json()}
-        return answer
+        return {"id": "x", "choices": [choice], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         """The counts of a turn."""
@@ -128,6 +147,10 @@ class StubEngine:
 
     def stream(self, received: Received) -> bytes:
         """The events of a streamed answer."""
+        if received.path == "/v1/responses":
+            return response_stream(self.reply, self.counts())
+        if received.path == "/v1/messages":
+            return message_stream(self.reply, self.counts())
         events = [delta(text) for text in self.reply]
         events.append(event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
         if (received.body.get("stream_options") or {}).get("include_usage"):

@@ -1,5 +1,6 @@
 """What every answer has in common: JSON, errors in the shape of their API, request ids, and CORS."""
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +20,7 @@ ALLOWED_METHODS = "DELETE, GET, HEAD, OPTIONS, POST"
 EXPOSED_HEADERS = "Retry-After, X-Conversation-Id, X-Kvlease-Lease, X-Kvlease-Route, X-Request-Id, Request-Id"
 PREFLIGHT_S = 86400
 
+log = logging.getLogger(__name__)
 _request_id: ContextVar[str] = ContextVar("request_id")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -122,6 +124,15 @@ class Answers:
                 return await handler(request)
             except (Refused, InvalidArgument, NotOwner, UnknownResponse, web.HTTPException) as error:
                 return _refusal(request, error)
+            except web.RequestPayloadError:
+                return error_answer(
+                    request, 400, "the body cannot be read as it is encoded", "invalid_request"
+                )
+            except ConnectionError:
+                raise  # the answer has begun: the connection is closed, so that nobody takes it for a whole one
+            except Exception:
+                log.exception("a request failed", extra={"request_id": request_id_of()})
+                return error_answer(request, 500, "the request ended without an answer", "internal_error")
 
         return answer
 

@@ -103,10 +103,10 @@ class Front:
             await self._runner.run(turn, head, client)
         except ConnectionError:
             log.info("the client left", extra={"request_id": head.request_id})
-        except Exception:
+        except Exception as error:
             log.exception("a turn failed", extra={"request_id": head.request_id})
             if client.response is not None and client.response.prepared:
-                raise  # the connection is closed, so that nobody takes what was sent for a whole answer
+                raise ConnectionError("the answer broke off") from error
             client.response = None
         return client.response or error_answer(
             request, 500, "the turn ended without an answer", "internal_error"
