@@ -159,11 +159,16 @@ class ContinuedDialect(RememberingDialect):
         counted = self._read_before.usage
         counted.prompt_tokens = count_of(usage.get("prompt_tokens")) - self._known
         counted.completion_tokens = count_of(usage.get("completion_tokens")) + self._known
-        return {
+        whole = {
             **usage,
             "prompt_tokens": counted.prompt_tokens,
             "completion_tokens": counted.completion_tokens,
         }
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            cached = min(count_of(mapping(details).get("cached_tokens")), counted.prompt_tokens)
+            whole["prompt_tokens_details"] = {**mapping(details), "cached_tokens": cached}
+        return whole
 
 
 def memory_of(api: Api, body: Mapping[str, Any]) -> StreamMemory | None:
