@@ -17,7 +17,7 @@ from kvlease.dev.child_process import tied_to_this_process
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
-from stubs.refusing_registry import RefusingRegistry
+from stubs.forwarding import RefusingRegistry
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 START_S = 60.0
