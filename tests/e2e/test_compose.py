@@ -5,7 +5,6 @@ There is no Docker where the tests run: every service's own command is a process
 
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,12 @@ import pytest
 import yaml
 
 from kvlease.dev.check import Target, run_check
-from kvlease.dev.embedded_etcd import find_etcd
 from kvlease.dev.warm import warm_handshakes
-from stubs.compose import VARIABLE, LocalFleet, read_compose, read_variables
+from stubs.compose import BINARIES, DEPLOY, VARIABLE, LocalFleet, local_fleet, read_compose, read_variables
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
 FILES = ("compose.yaml", "compose.observability.yaml")
 DOCKERFILES = ("Dockerfile.services", "Dockerfile.engine")
 VARIABLES = read_variables(DEPLOY / ".env")
-BINARIES = Path(sys.executable).parent
-
-# A machine with two cores runs all of it: an answer that takes a millisecond elsewhere may take long.
-PATIENCE = {
-    "KVLEASE_ROUTER_REGISTRY_CALL_S": "8",
-    "KVLEASE_REGISTRY_SIDECAR_CALL_S": "6",
-    "KVLEASE_REGISTRY_STORE_CALL_S": "3",
-    "KVLEASE_SIDECAR_PIN_CALL_S": "2",
-    "KVLEASE_SIDECAR_PEER_CALL_S": "4",
-    "KVLEASE_SIDECAR_HOLDER_CALL_S": "4",
-    "KVLEASE_SIDECAR_STORE_CALL_S": "3",
-    "KVLEASE_SIM_PIN_WAIT_S": "8",
-}
-# What loopback and an etcd from a package need.
-THIS_MACHINE = {
-    "KVLEASE_SIDECAR_ALLOW_LOOPBACK": "true",
-    "KVLEASE_REGISTRY_ETCD_ACCEPT_OLD": "true",
-    "KVLEASE_SIDECAR_ETCD_ACCEPT_OLD": "true",
-    "ETCDCTL_API": "3",
-}
 
 
 @pytest.fixture(params=FILES)
@@ -134,11 +110,15 @@ def test_an_image_has_stages_pinned_bases_and_no_root(name: str) -> None:
 
 
 def test_what_the_images_copy_is_there_and_not_left_out_of_the_build() -> None:
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     for name in DOCKERFILES:
         for copied in re.findall(r"^COPY (?!--from)(.*)$", (DEPLOY / name).read_text(), re.MULTILINE):
             sources = [word for word in copied.split()[:-1] if not word.startswith("--")]
-            assert all((ROOT / source).exists() and source in kept for source in sources), copied
+            assert all((DEPLOY.parent / source).exists() and source in kept for source in sources), copied
 
 
 # --- what they start ----------------------------------------------------------------------------------------
@@ -146,15 +126,7 @@ def test_what_the_images_copy_is_there_and_not_left_out_of_the_build() -> None:
 
 @pytest.fixture
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalFleet]:
-    etcd = find_etcd()
-    programs = {
-        **{name: BINARIES / name for name in ("kvlease", "python", "python3")},
-        "etcd": etcd,
-        "etcdctl": etcd.with_name("etcdctl"),
-    }
-    compose = read_compose(DEPLOY / "compose.yaml", VARIABLES)
-    directory = tmp_path_factory.mktemp("c")
-    fleet = LocalFleet(compose, "sim", DEPLOY, directory, programs, PATIENCE | THIS_MACHINE)
+    fleet = local_fleet("sim", tmp_path_factory.mktemp("c"), VARIABLES)
     try:
         yield fleet
     finally:

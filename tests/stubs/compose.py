@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,34 @@ from typing import Any
 import yaml
 
 from kvlease.dev.child_process import tied_to_this_process
+from kvlease.dev.embedded_etcd import find_etcd
 from kvlease.dev.engine_process import free_ports
 
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BINARIES = Path(sys.executable).parent
 HEALTHY_S = 90.0
 STOP_S = 20.0
 VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+# A machine with two cores runs all of it: an answer that takes a millisecond elsewhere may take long.
+PATIENCE = {
+    "KVLEASE_ROUTER_REGISTRY_CALL_S": "8",
+    "KVLEASE_REGISTRY_SIDECAR_CALL_S": "6",
+    "KVLEASE_REGISTRY_STORE_CALL_S": "3",
+    "KVLEASE_SIDECAR_PIN_CALL_S": "2",
+    "KVLEASE_SIDECAR_PEER_CALL_S": "4",
+    "KVLEASE_SIDECAR_HOLDER_CALL_S": "4",
+    "KVLEASE_SIDECAR_STORE_CALL_S": "3",
+    "KVLEASE_SIM_PIN_WAIT_S": "8",
+}
+# What loopback and an etcd from a package need.
+THIS_MACHINE = {
+    "KVLEASE_SIDECAR_ALLOW_LOOPBACK": "true",
+    "KVLEASE_REGISTRY_ETCD_ACCEPT_OLD": "true",
+    "KVLEASE_SIDECAR_ETCD_ACCEPT_OLD": "true",
+    "ETCDCTL_API": "3",
+}
 
 
 def read_variables(path: Path) -> dict[str, str]:
@@ -43,7 +67,7 @@ def entrypoint_of(dockerfile: Path) -> list[str]:
 
 @dataclass
 class LocalService:
-    """One service. `own` is what it has besides the file: settings for the test's machine."""
+    """One service, its ports here, and its process once it was started."""
 
     name: str
     spec: Mapping[str, Any]
@@ -92,9 +116,9 @@ class LocalFleet:
             with self._log(name).open("wb") as log:
                 service.process = await self._spawn(service, self.command(service), log)
 
-    async def healthy(self) -> None:
+    async def healthy(self, timeout_s: float = HEALTHY_S) -> None:
         """Waits until the health check of every service passes."""
-        async with asyncio.timeout(HEALTHY_S):
+        async with asyncio.timeout(timeout_s):
             for service in self.services.values():
                 check = self._local(service, service.spec["healthcheck"]["test"][1:])
                 while await (await self._spawn(service, check, DEVNULL)).wait() != 0:
@@ -206,3 +230,25 @@ def _names_of(service: LocalService) -> list[str]:
     networks = service.spec.get("networks", {})
     details = networks.values() if isinstance(networks, dict) else []
     return [service.name, *(alias for detail in details if detail for alias in detail.get("aliases", []))]
+
+
+def local_fleet(
+    profile: str,
+    directory: Path,
+    variables: Mapping[str, str],
+    programs: Mapping[str, Path] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LocalFleet:
+    """The services of compose.yaml under a profile; `programs` and `environment` are what its engines need."""
+    etcd = find_etcd()
+    known = {name: BINARIES / name for name in ("kvlease", "python", "python3")}
+    known |= {"etcd": etcd, "etcdctl": etcd.with_name("etcdctl")}
+    compose = read_compose(DEPLOY / "compose.yaml", variables)
+    return LocalFleet(
+        compose,
+        profile,
+        DEPLOY,
+        directory,
+        known | dict(programs or {}),
+        PATIENCE | THIS_MACHINE | dict(environment or {}),
+    )
