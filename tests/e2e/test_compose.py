@@ -15,7 +15,16 @@ import yaml
 
 from kvlease.dev.check import Target, run_check
 from kvlease.dev.warm import warm_handshakes
-from stubs.compose import BINARIES, DEPLOY, VARIABLE, LocalFleet, local_fleet, read_compose, read_variables
+from stubs.compose import (
+    BINARIES,
+    DEPLOY,
+    VARIABLE,
+    LocalFleet,
+    local_fleet,
+    names_of,
+    read_compose,
+    read_variables,
+)
 
 FILES = ("compose.yaml", "compose.observability.yaml")
 DOCKERFILES = ("Dockerfile.services", "Dockerfile.engine")
@@ -119,6 +128,20 @@ def test_what_the_images_copy_is_there_and_not_left_out_of_the_build() -> None:
         for copied in re.findall(r"^COPY (?!--from)(.*)$", (DEPLOY / name).read_text(), re.MULTILINE):
             sources = [word for word in copied.split()[:-1] if not word.startswith("--")]
             assert all((DEPLOY.parent / source).exists() and source in kept for source in sources), copied
+
+
+def test_prometheus_scrapes_ports_that_services_expose() -> None:
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"]
+    exposed = {
+        f"{host}:{port}"
+        for name, spec in services.items()
+        for host in names_of(name, spec)
+        for port in spec["expose"]
+    }
+    scraped = yaml.safe_load((DEPLOY / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
+    targets = [target for job in scraped for group in job["static_configs"] for target in group["targets"]]
+    assert len(targets) == len(set(targets)) > 0
+    assert set(targets) <= exposed
 
 
 # --- what they start ----------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class LocalFleet:
         return self._text(service, argument)
 
     def _text(self, service: LocalService, text: str) -> str:
-        hosts = {name: other for other in self.services.values() for name in _names_of(other)}
+        hosts = {name: other for other in self.services.values() for name in names_of(other.name, other.spec)}
         hosts |= {"0.0.0.0": service, "127.0.0.1": service}
         names = "|".join(re.escape(name) for name in sorted(hosts, key=len, reverse=True))
 
@@ -226,10 +226,11 @@ class LocalFleet:
         return self.directory / f"{name}.log"
 
 
-def _names_of(service: LocalService) -> list[str]:
-    networks = service.spec.get("networks", {})
+def names_of(name: str, spec: Mapping[str, Any]) -> list[str]:
+    """The hosts by which others reach a service: its name and its aliases."""
+    networks = spec.get("networks", {})
     details = networks.values() if isinstance(networks, dict) else []
-    return [service.name, *(alias for detail in details if detail for alias in detail.get("aliases", []))]
+    return [name, *(alias for detail in details if detail for alias in detail.get("aliases", []))]
 
 
 def local_fleet(
