@@ -51,17 +51,22 @@ class OperatorError(Exception):
 def perform(name: str, command: Perform, arguments: Namespace) -> int:
     """Runs a command to its end. The exit status; whatever stops it is said in one line on standard error."""
     try:
-        return asyncio.run(command(arguments))
-    except OperatorError as error:
-        return _stopped(name, str(error), error.status)
-    except KvleaseError as error:
-        return _stopped(name, str(error), status_of(error))
+        return asyncio.run(_performed(name, command, arguments))
     except BrokenPipeError:
         # Whoever read the output has left, as `| head` does; Python must not try to flush what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+async def _performed(name: str, command: Perform, arguments: Namespace) -> int:
+    try:
+        return await command(arguments)
+    except OperatorError as error:
+        return _stopped(name, str(error), error.status)
+    except KvleaseError as error:
+        return _stopped(name, str(error), status_of(error))
 
 
 def status_of(error: KvleaseError) -> Exit:

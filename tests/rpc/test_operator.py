@@ -1,0 +1,360 @@
+"""The operator's commands against a real registry, router and sidecars whose connectors hold real tables."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlease.cli import COMMANDS, parser_of
+from kvlease.core.attachment import EngineFacts
+from kvlease.core.holding import Hold
+from kvlease.core.ids import Holder, lease_id_to_hex
+from kvlease.core.lease import LeaseEvent
+from kvlease.core.records import EngineRole, KvLayout, KvLocation
+from kvlease.dev.embedded_etcd import EmbeddedEtcd
+from kvlease.dev.engine_process import free_ports
+from kvlease.operator import command as operator_command
+from kvlease.operator import leases
+from kvlease.testing.connector import FakeConnector
+from kvlease.v1 import registry_pb2
+from kvlease.wire.values import duration_to_wire
+
+from .conftest import TENANT, Fleet, make_ask, make_grant, until
+
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Awaitable[Said]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this loop, where the servers are."""
+    for variable in ("KVLEASE_REGISTRY", "KVLEASE_ROUTER", "KVLEASE_SIDECAR", "KVLEASE_ROUTING"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(operator_command.asyncio, "run", lambda work: work)
+
+    async def run_command(name: str, *arguments: str) -> Said:
+        module = import_module(COMMANDS[name][0])
+        status = await module.run(parser_of(name).parse_args(arguments))
+        printed = capsys.readouterr()
+        return Said(status, printed.out, printed.err)
+
+    return run_command
+
+
+def facts(engine_id: str, **changes: Any) -> EngineFacts:
+    settings: dict[str, Any] = {
+        "holder": Holder(engine_id, "boot-" + engine_id, 1),
+        "model": "tiny",
+        "layout": KvLayout(32, "float32", 1, 1, 4096, "layout"),
+        "location": KvLocation("127.0.0.1", 1),
+        "vllm_version": "0.32.0",
+        "total_blocks": 90,
+    }
+    return EngineFacts(**{**settings, **changes})
+
+
+def address(fleet: Fleet) -> str:
+    assert fleet.registry_server is not None
+    return fleet.registry_server.address
+
+
+@dataclass
+class Pair:
+    prefill: FakeConnector
+    decode: FakeConnector
+
+
+@pytest.fixture
+async def pair(fleet: Fleet) -> Pair:
+    prefill = await fleet.connector(await fleet.sidecar(EngineRole.PREFILL), facts("prefill-1"))
+    decode = await fleet.connector(await fleet.sidecar(EngineRole.DECODE), facts("decode-1"))
+    return Pair(prefill, decode)
+
+
+async def confirm(fleet: Fleet, *lease_ids: int) -> None:
+    """A router's heartbeat confirms leases, so that they are recorded."""
+    stub = await fleet.registry()
+    session: Any = stub.RenewLeases()
+    renewals = registry_pb2.EngineRenewals(engine_id="decode-1", added_lease_ids=lease_ids)
+    await session.write(
+        registry_pb2.RenewLeasesRequest(
+            session="router-1",
+            epoch=1,
+            sequence=1,
+            full=True,
+            engines=[renewals],
+            duration=duration_to_wire(20.0),
+            reservation=duration_to_wire(30.0),
+        )
+    )
+    await session.read()
+    await session.done_writing()
+
+    async def recorded() -> bool:
+        return len(await fleet.store.list_leases()) == len(lease_ids)
+
+    await until(recorded)
+
+
+# --- health ---------------------------------------------------------------------------------------------------
+
+
+async def test_health_is_zero_while_registry_and_sidecars_serve(fleet: Fleet, pair: Pair, run: Run) -> None:
+    sidecar = fleet.sidecars[0].address
+    said = await run("health", "--registry", address(fleet), "--sidecar", sidecar, "--output", "json")
+    assert (said.status, [row["status"] for row in said.json]) == (0, ["ok", "ok"])
+
+
+async def test_health_of_what_nobody_serves_is_unreachable_in_one_line(run: Run) -> None:
+    port = free_ports(1)[0]
+    where = f"127.0.0.1:{port}"
+    said = await run("health", "--registry", where, "--router", f"http://{where}", "--timeout-s", "2")
+    assert said.status == 3
+    assert said.out.count("unreachable") == 2
+    assert "Traceback" not in said.out + said.err
+
+
+async def test_health_of_nothing_is_a_wrong_use(run: Run) -> None:
+    said = await run("health")
+    assert (said.status, said.out) == (2, "")
+    assert "--registry" in said.err
+
+
+async def test_health_looks_into_the_environment_when_no_flag_names_anything(
+    fleet: Fleet, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLEASE_REGISTRY", address(fleet))
+    said = await run("health", "--output", "json")
+    assert (said.status, said.json[0]["process"]) == (0, "registry")
+
+
+# --- engines --------------------------------------------------------------------------------------------------
+
+
+async def test_engines_are_listed_with_the_blocks_that_their_holders_count(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    pair.decode.grant(make_grant(1))
+    said = await run("engines", "--registry", address(fleet), "--output", "json")
+    rows = {row["engine_id"]: row for row in said.json}
+    assert said.status == 0
+    assert {row["role"] for row in rows.values()} == {"prefill", "decode"}
+    assert (rows["decode-1"]["held_blocks"], rows["prefill-1"]["held_blocks"]) == (2, 0)
+    assert {row["state"] for row in rows.values()} == {"ready"}
+
+
+async def test_an_engine_whose_sidecar_is_silent_is_a_problem(fleet: Fleet, pair: Pair, run: Run) -> None:
+    server = fleet.sidecars[1]
+    await server._servers[0].stop(0.0)
+    said = await run("engines", "--registry", address(fleet), "--output", "json", "--timeout-s", "1")
+    states = {row["engine_id"]: row["state"] for row in said.json}
+    assert (said.status, states) == (1, {"prefill-1": "ready", "decode-1": "silent"})
+
+
+async def test_a_command_without_a_registry_says_so_in_one_line(run: Run) -> None:
+    where = f"127.0.0.1:{free_ports(1)[0]}"
+    for name, *arguments in (["engines"], ["leases", "list"], ["top"], ["drain", "e"], ["doctor"]):
+        said = await run(name, *arguments, "--registry", where, "--timeout-s", "2")
+        assert said.status == 3, name
+        assert said.err.count("\n") == 1
+        assert f"the registry at {where} does not answer" in said.err
+
+
+# --- leases ---------------------------------------------------------------------------------------------------
+
+
+async def test_leases_are_listed_by_engine_and_tenant_and_got_by_id(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    pair.decode.grant(make_grant(1))
+    await confirm(fleet, 1)
+    registry = ("--registry", address(fleet), "--output", "json")
+    said = await run("leases", "list", "--tenant", TENANT, *registry)
+    assert [row["lease_id"] for row in said.json] == [lease_id_to_hex(1)]
+    assert (await run("leases", "list", "--engine", "prefill-1", *registry)).json == []
+    got = await run("leases", "get", lease_id_to_hex(1), *registry)
+    assert (got.status, got.json) == (0, said.json)
+
+
+async def test_a_lease_that_is_not_recorded_is_a_problem(fleet: Fleet, pair: Pair, run: Run) -> None:
+    said = await run("leases", "get", lease_id_to_hex(7), "--registry", address(fleet))
+    assert said.status == 1
+    assert lease_id_to_hex(7) in said.err
+
+
+@pytest.mark.parametrize("text", ["7", "0000000000000000", "not-hex-at-all-!"])
+async def test_what_is_no_lease_id_is_a_wrong_use(run: Run, text: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        await run("leases", "get", text)
+    assert refused.value.code == 2
+
+
+async def test_a_release_ends_the_lease_at_its_holder_and_a_second_one_finds_it_ended(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    pair.decode.grant(make_grant(1))
+    await confirm(fleet, 1)
+    arguments = ("leases", "release", lease_id_to_hex(1), "--registry", address(fleet), "--output", "json")
+    said = await run(*arguments)
+    assert (said.status, said.json[0]["result"]) == (0, "released")
+    assert pair.decode.table.get(1) is None
+    again = await run(*arguments, "--engine", "decode-1")
+    assert (again.status, again.json[0]["result"]) == (0, "released")
+    unknown = await run("leases", "release", lease_id_to_hex(9), "--registry", address(fleet))
+    assert unknown.status == 1
+
+
+async def test_a_watch_tells_what_is_recorded_and_what_is_gone(
+    fleet: Fleet, pair: Pair, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair.decode.grant(make_grant(1))
+    await confirm(fleet, 1)
+    flags = ("--count", "2", "--registry", address(fleet), "--output", "json")
+    arguments = parser_of("leases").parse_args(["watch", *flags])
+    watch: asyncio.Task[int] = asyncio.create_task(leases.run(arguments))  # type: ignore[arg-type]
+    printed: list[str] = []
+
+    async def told(count: int) -> bool:
+        printed.extend(capsys.readouterr().out.splitlines())
+        return len(printed) == count
+
+    await until(lambda: told(1))
+    pair.decode.end(1, LeaseEvent.RELEASE)
+    await until(lambda: told(2))
+    async with asyncio.timeout(DEADLINE_S):
+        assert await watch == 0
+    assert [json.loads(line)["change"] for line in printed] == ["there", "gone"]
+
+
+# --- drain, top -----------------------------------------------------------------------------------------------
+
+
+async def test_a_drained_engine_is_registered_so_until_it_is_undone(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    flags = ("--registry", address(fleet), "--output", "json")
+    said = await run("drain", "decode-1", "--wait-s", "5", *flags)
+    assert (said.status, said.json[0]["running_requests"]) == (0, 0)
+
+    async def draining() -> bool:
+        engine = await fleet.store.get_engine("decode-1")
+        return engine is not None and engine.draining
+
+    await until(draining)
+    assert {row["state"] for row in (await run("engines", *flags)).json} == {"ready", "draining"}
+    assert (await run("drain", "decode-1", "--undo", *flags)).status == 0
+
+    async def taking_turns() -> bool:
+        return not await draining()
+
+    await until(taking_turns)
+
+
+async def test_a_drain_that_waits_for_a_read_longer_than_told_is_a_problem(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    pair.decode.grant(make_grant(1))
+    ask = make_ask(1)
+    pinned = pair.decode.table.pin(fleet.clock.now_s(), replace(ask, holder=pair.decode.facts.holder))
+    assert isinstance(pinned, Hold)
+    said = await run("drain", "decode-1", "--wait-s", "0.1", "--registry", address(fleet))
+    assert said.status == 1
+    assert "2 of its blocks are being read" in said.err
+
+
+async def test_an_engine_that_is_not_registered_cannot_be_drained(fleet: Fleet, run: Run) -> None:
+    said = await run("drain", "nobody", "--registry", address(fleet))
+    assert said.status == 1
+    assert "nobody" in said.err
+
+
+async def test_top_counts_leases_and_tells_rates_from_the_second_look_on(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    pair.decode.grant(make_grant(1))
+    await confirm(fleet, 1)
+    said = await run(
+        "top", "--count", "2", "--interval-s", "0.05", "--registry", address(fleet), "--output", "json"
+    )
+    looks = [json.loads(line) for line in said.out.splitlines()]
+    first, second = ({row["engine_id"]: row for row in look["engines"]}["decode-1"] for look in looks)
+    assert (said.status, first["leases"], first["read_mib_s"]) == (0, 1, None)
+    assert second["read_mib_s"] == 0.0
+    assert second["held_percent"] == pytest.approx(100 * 2 / 90)
+
+
+async def test_top_for_a_person_has_a_line_per_engine_and_no_escapes_in_a_file(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    said = await run("top", "--count", "1", "--registry", address(fleet))
+    assert "1 decode, 1 prefill; 0 leases" in said.out
+    assert "\x1b" not in said.out
+    assert sum("decode-1" in line for line in said.out.splitlines()) == 1
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------
+
+
+async def findings(run: Run, fleet: Fleet, *flags: str) -> tuple[int, dict[tuple[str, str], Any]]:
+    said = await run("doctor", "--registry", address(fleet), "--output", "json", *flags)
+    return said.status, {(row["check"], row["subject"]): row for row in said.json}
+
+
+async def test_the_doctor_finds_the_side_channel_and_the_api_that_do_not_answer(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    status, found = await findings(run, fleet, "--timeout-s", "2")
+    assert status == 1
+    assert found["side_channel", "decode decode-1"]["verdict"] == "problem"
+    assert found["api", "decode decode-1"]["verdict"] == "problem"
+    assert found["layout", "decode decode-1"]["verdict"] == "ok"
+    assert found["connector", "decode decode-1"]["verdict"] == "ok"
+    assert found["versions", "fleet"]["verdict"] == "ok"
+
+
+async def test_the_doctor_connects_to_side_channels(fleet: Fleet, run: Run) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        location = KvLocation("127.0.0.1", port)
+        await fleet.connector(await fleet.sidecar(), facts("decode-1", location=location))
+        _, found = await findings(run, fleet)
+    assert found["side_channel", "decode decode-1"]["verdict"] == "ok"
+    assert found["roles", "fleet"]["text"].startswith("no prefill engine")
+
+
+async def test_the_doctor_reads_version_and_room_of_a_real_etcd(
+    fleet: Fleet, pair: Pair, run: Run, tmp_path: Path
+) -> None:
+    etcd = EmbeddedEtcd()
+    await etcd.start()
+    try:
+        nobody = f"127.0.0.1:{free_ports(1)[0]}"
+        _, found = await findings(run, fleet, "--etcd", f"{etcd.endpoint},{nobody}", "--timeout-s", "3")
+    finally:
+        await etcd.stop()
+    assert found["etcd_quota", f"etcd {etcd.endpoint}"]["verdict"] == "ok"
+    assert ("etcd_version", f"etcd {etcd.endpoint}") in found
+    assert found["etcd", f"etcd {nobody}"]["verdict"] == "problem"
