@@ -18,9 +18,9 @@ from kvlease.core.holding import Grant, PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, MissReason
 from kvlease.core.records import KvLayout, KvLocation, LeaseRecord, Pinned, PinOutcome
-from kvlease.dev.child_process import tied_to_this_process
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
+from kvlease.runtime.child_process import tied_to_this_process
 from kvlease.testing.clock import ManualClock
 from kvlease.testing.connector import FakeConnector
 from kvlease.v1 import registry_pb2, registry_pb2_grpc

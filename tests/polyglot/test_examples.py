@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from kvlease.dev.child_process import tied_to_this_process
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
+from kvlease.runtime.child_process import tied_to_this_process
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 from stubs.forwarding import RefusingRegistry
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from kvlease.dev.child_process import tied_to_this_process
 from kvlease.dev.embedded_etcd import find_etcd
 from kvlease.dev.engine_process import free_ports
+from kvlease.runtime.child_process import tied_to_this_process
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BINARIES = Path(sys.executable).parent

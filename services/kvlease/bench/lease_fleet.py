@@ -1,4 +1,4 @@
-"""A registry and a sidecar as processes over a real etcd, and engines that hold leases in this process."""
+"""A registry and two sidecars as processes over a real etcd, and engines that hold leases in this process."""
 
 import asyncio
 import os
@@ -17,9 +17,9 @@ from kvlease.core.holding import Grant
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind
 from kvlease.core.records import KvLayout, KvLocation
-from kvlease.dev.child_process import tied_to_this_process
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
+from kvlease.runtime.child_process import tied_to_this_process
 from kvlease.testing.connector import FakeConnector
 from kvlease.v1 import connector_pb2
 
@@ -81,23 +81,24 @@ class LeaseFleet:
         self.etcd = etcd
         self.registry_address = f"127.0.0.1:{free_ports(1)[0]}"
         self.engines: list[TimedEngine] = []
-        self._socket_dir = directory / "s"
+        self._socket_dirs = (directory / "s0", directory / "s1")
         self._log = directory / "log"
         self._stack = stack
         self._registry: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Starts the registry and the sidecar."""
+        """Starts the registry and the sidecars."""
         self._registry = await self._process("registry", "--listen", self.registry_address)
-        await self._process("sidecar", "--allow-loopback", "--socket-dir", str(self._socket_dir))
+        for socket_dir in self._socket_dirs:
+            await self._process("sidecar", "--allow-loopback", "--socket-dir", str(socket_dir))
 
-    async def attach(self, engine: TimedEngine) -> None:
-        """Attaches an engine to the sidecar, which may still be starting.
+    async def attach(self, engine: TimedEngine, sidecar: int) -> None:
+        """Attaches an engine to the sidecar with that number, which may still be starting.
 
         Raises:
             HolderUnreachable: it did not start.
         """
-        socket = self._socket_dir / "sidecar.sock"
+        socket = self._socket_dirs[sidecar] / "sidecar.sock"
         try:
             async with asyncio.timeout(START_S):
                 while not socket.exists():  # noqa: ASYNC110 - another process makes it

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvlease.dev.child_process import tied_to_this_process
+from kvlease.runtime.child_process import tied_to_this_process
 
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 20.0

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kvlease.dev.child_process import tied_to_this_process
+from kvlease.runtime.child_process import tied_to_this_process
 
 HOST = "127.0.0.1"
 BLOCK_TOKENS = 32  # the CPU backend wants a multiple of 32

@@ -22,9 +22,9 @@ from typing import Any
 
 import aiohttp
 
-from kvlease.dev.child_process import tied_to_this_process
 from kvlease.dev.engine_env import cache_root
 from kvlease.dev.engine_process import free_ports
+from kvlease.runtime.child_process import tied_to_this_process
 
 VERSION = "1.76.0"
 MODULE = "github.com/jaegertracing/jaeger/cmd/jaeger"
