@@ -5,6 +5,7 @@ There is no Docker where the tests run: every service's own command is a process
 
 import re
 import subprocess
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import compose_spec
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from kvlease.dev.check import Target, run_check
 from kvlease.dev.warm import warm_handshakes
@@ -128,6 +130,16 @@ def test_what_the_images_copy_is_there_and_not_left_out_of_the_build() -> None:
         for copied in re.findall(r"^COPY (?!--from)(.*)$", (DEPLOY / name).read_text(), re.MULTILINE):
             sources = [word for word in copied.split()[:-1] if not word.startswith("--")]
             assert all((DEPLOY.parent / source).exists() and source in kept for source in sources), copied
+
+
+def test_the_image_of_the_services_has_what_pyproject_asks_for_in_one_version_each_and_no_torch() -> None:
+    lines = (DEPLOY / "constraints.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["services"]]
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(versions[requirement.name]), requirement
+    assert not {"torch", "vllm", "nixl", "numpy"} & versions.keys()
 
 
 def test_prometheus_scrapes_ports_that_services_expose() -> None:
