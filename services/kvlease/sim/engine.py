@@ -85,6 +85,7 @@ class Work:
     Attributes:
         blocks: its blocks, each referenced once.
         computed: blocks at the head that hold the KV of the prompt.
+        attended: per block, what it held when it was attended to, and the state after it.
     """
 
     request: SimRequest
@@ -97,6 +98,7 @@ class Work:
     outcome: str = "none"
     kept_tokens: int = 0
     sampled: int = 0
+    attended: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
 
 
 class Generation:
@@ -159,6 +161,7 @@ class SimEngine:
         location: where other engines READ from it.
     """
 
+    pool_class: type[BlockPool] = BlockPool
     holder_class: type[SimHolder] = SimHolder
     reader_class: type[Reader] = Reader
 
@@ -172,7 +175,7 @@ class SimEngine:
         transfers: Transfers,
     ) -> None:
         self.settings = settings
-        self.pool = BlockPool(settings.total_blocks)
+        self.pool = self.pool_class(settings.total_blocks)
         limits = HoldLimits(int(settings.total_blocks * settings.reading_cap), settings.lifetime_max_s)
         self.holder = self.holder_class(holder, self.pool, limits, clock, settings.layout(), location)
         self.reader = self.reader_class(self.pool, pins, transfers, clock, settings.reader, self._wake)
@@ -256,8 +259,7 @@ class SimEngine:
 
     def sample(self, work: Work) -> Sample:
         """The next token, from the KV that the request's blocks hold now."""
-        contents = map(self.pool.read, work.blocks[: self._blocks_of(len(work.tokens))])
-        sample = self._model.sample(self._model.attend(self._model.start(), contents))
+        sample = self._model.sample(self._attend(work, self._blocks_of(len(work.tokens))))
         work.tokens.append(sample.token_id)
         work.sampled += 1
         return sample
@@ -354,12 +356,28 @@ class SimEngine:
     def _compute(self, work: Work, first: int) -> None:
         """The KV from one block on, each on top of what the blocks before it hold."""
         size, pool, model = self.settings.block_size, self.pool, self._model
-        state = model.attend(model.start(), map(pool.read, work.blocks[:first]))
+        state = self._attend(work, first)
         for place in range(first, self._blocks_of(len(work.tokens))):
             tokens = work.tokens[place * size : (place + 1) * size]
             content = model.compute(state, tokens)
             pool.write(work.blocks[place], content)
-            state = model.attend(state, [content])
+            state = model.attend(state, content)
+
+    def _attend(self, work: Work, blocks: int) -> bytes:
+        """The state after the first blocks, from what they hold now; what is unchanged is not computed again."""
+        attended = work.attended
+        contents = [self.pool.read(block_id) for block_id in work.blocks[:blocks]]
+        known = 0
+        for (content, _), now in zip(attended, contents, strict=False):
+            if content != now:
+                break
+            known += 1
+        del attended[known:]
+        state = attended[-1][1] if attended else self._model.start()
+        for content in contents[known:]:
+            state = self._model.attend(state, content)
+            attended.append((content, state))
+        return state
 
     async def _admit(self, work: Work, keys: list[bytes]) -> None:
         """Takes the request's blocks, all of its reply too: what the prefix cache holds, and others.

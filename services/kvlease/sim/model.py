@@ -6,17 +6,13 @@ whatever damages one block changes everything computed on top of it.
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
 CONTENT_BYTES = 16
 NO_CONTENT = b""
-ATTENDED_MAX = 1 << 14
-"""States that are remembered: every token attends to all blocks before it."""
-
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz ,."
 
 
@@ -52,22 +48,15 @@ class SimModel:
         payload = state + struct.pack(f"<{len(token_ids)}I", *token_ids)
         return blake2b(payload, digest_size=CONTENT_BYTES, key=self._key).digest()
 
-    def attend(self, state: bytes, contents: Iterable[bytes]) -> bytes:
-        """The state after blocks, from what is stored in them."""
-        for content in contents:
-            state = _attend(self._key, state + content)
-        return state
+    def attend(self, state: bytes, content: bytes) -> bytes:
+        """The state after a block, from what is stored in it."""
+        return blake2b(state + content, digest_size=CONTENT_BYTES, key=self._key).digest()
 
     def sample(self, state: bytes) -> Sample:
         """The token that follows a state, always the same one."""
         digest = blake2b(state + b"sample", digest_size=8, key=self._key).digest()
         token_id = _ALPHABET[digest[0] % len(_ALPHABET)]
         return Sample(token_id, -int.from_bytes(digest[1:5], "big") / 2**32 - 1e-6)
-
-
-@lru_cache(ATTENDED_MAX)
-def _attend(key: bytes, payload: bytes) -> bytes:
-    return blake2b(payload, digest_size=CONTENT_BYTES, key=key).digest()
 
 
 def tokens_of_text(text: str) -> list[int]:

@@ -1,71 +1,165 @@
-"""What goes wrong, by seed: partitions, pauses, deaths, restarts, resets."""
+"""What goes wrong, by seed: partitions, pauses, deaths, restarts, outages of the store, resets, sleep."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from random import Random
+from typing import Any
 
-from kvlease.simulation.world import World
+from kvlease.sim.engine import SimEngine
+from kvlease.simulation.store import STORE
+from kvlease.simulation.world import World, sidecar_of
+
+Fault = Callable[[], Coroutine[Any, Any, None]]
+
+_WIPED = b"what sleep left behind"
 
 
 class Faults:
-    """Breaks something every few seconds and repairs it."""
+    """Breaks something again and again, and repairs it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._network = world.network
         self._random = Random(world.random.random())
+        self._kinds: dict[Fault, float] = {
+            self._part: 4,
+            self._pause: 4,
+            self._restart_sidecar: 2,
+            self._restart_engine: 1.5,
+            self._restart_both: 1,
+            self._restart_under_the_same_id: 1,
+            self._restart_registry: 1,
+            self._restart_router: 1,
+            self._stop_store: 1,
+            self._slow_down: 1,
+            self._end_session: 1,
+            self._reset: 1,
+            self._sleep: 1,
+        }
 
     async def run(self, until_s: float) -> None:
         """Until the virtual time `until_s`; then everything is repaired."""
-        loop = asyncio.get_running_loop()
-        kinds = [self._partition, self._pause, self._sidecar, self._engine, self._registry, self._reset]
-        weights = [4, 5, 2, 1, 1, 1]
+        loop = self._world.loop
         async with asyncio.TaskGroup() as group:
-            while loop.time() < until_s:
-                await asyncio.sleep(self._random.expovariate(1 / 4.0))
-                kind = self._random.choices(kinds, weights)[0]
+            while True:
+                await asyncio.sleep(self._random.expovariate(1 / self._world.settings.fault_every_s))
+                if loop.virtual_s >= until_s:
+                    break
+                kind = self._random.choices(list(self._kinds), list(self._kinds.values()))[0]
+                self._network.note(kind.__name__)
                 group.create_task(kind())
-        self._world.network.heal()
+        self._network.heal()
 
-    async def _partition(self) -> None:
-        network, (source, target) = self._world.network, self._random.sample(self._names(), 2)
-        network.block(source, target)
-        await asyncio.sleep(self._random.uniform(0.5, 12.0))
-        network.unblock(source, target)
+    async def _wait(self, least_s: float, most_s: float) -> None:
+        await asyncio.sleep(self._random.uniform(least_s, most_s))
+
+    # --- the network and pauses ---------------------------------------------------------------------------
+
+    async def _part(self) -> None:
+        source, target = self._random.sample(self._names(), 2)
+        self._network.block(source, target)
+        await self._wait(0.5, 8.0)
+        self._network.unblock(source, target)
 
     async def _pause(self) -> None:
-        network, name = self._world.network, self._random.choice(self._names())
-        network.pause(name)
-        await asyncio.sleep(self._random.uniform(0.2, 9.0))
-        network.resume(name)
+        process = self._network.processes.get(self._random.choice(self._names()))
+        if process is not None:
+            process.stop()
+            await self._wait(0.2, 7.0)
+            process.resume()
 
-    async def _sidecar(self) -> None:
-        world, name = self._world, self._random.choice(list(self._world.nodes))
-        if world.nodes[name].sidecar is None:
+    async def _slow_down(self) -> None:
+        name = self._random.choice([STORE, *self._names()])
+        self._network.slowed.add(name)
+        await self._wait(1.0, 6.0)
+        self._network.slowed.discard(name)
+
+    # --- deaths -------------------------------------------------------------------------------------------
+
+    async def _restart_sidecar(self) -> None:
+        name = self._random.choice(self._world.engines)
+        if sidecar_of(name) in self._network.processes:
+            self._network.kill(sidecar_of(name))
+            await self._wait(0.2, 8.0)
+            self._world.start_sidecar(name)
+
+    async def _restart_engine(self) -> None:
+        name = self._random.choice(self._world.engines)
+        if name in self._network.processes:
+            self._network.kill(name)
+            await self._wait(0.5, 5.0)
+            self._world.start_engine(name)
+
+    async def _restart_both(self) -> None:
+        await asyncio.gather(self._restart_engine(), self._restart_sidecar())
+
+    async def _restart_under_the_same_id(self) -> None:
+        """An engine id that was configured comes back under another boot id; its operator corrects it later."""
+        name = self._random.choice(self._world.engines)
+        engine = self._running(name)
+        if engine is None:
             return
-        world.kill_sidecar(name)
-        await asyncio.sleep(self._random.uniform(0.2, 15.0))
-        world.start_sidecar(name)
+        self._network.kill(name)
+        await self._wait(0.0, 0.4)
+        self._world.start_engine(name, engine.holder.holder.engine_id)
+        await self._wait(1.0, 4.0)
+        if name in self._network.processes:
+            self._network.kill(name)
+            self._world.start_engine(name)
 
-    async def _engine(self) -> None:
-        world, name = self._world, self._random.choice(list(self._world.nodes))
-        if world.nodes[name].engine is None:
-            return
-        await world.kill_engine(name)
-        await asyncio.sleep(self._random.uniform(0.5, 6.0))
-        world.start_engine(name)
+    async def _restart_registry(self) -> None:
+        name = self._random.choice(self._world.registries)
+        if name in self._network.processes:
+            self._network.kill(name)
+            await self._wait(0.0, 6.0)
+            self._world.start_registry(name)
 
-    async def _registry(self) -> None:
-        registry = self._world.registry()
-        self._world.start_registry()
-        if registry is not None:
-            await registry.close()
+    async def _restart_router(self) -> None:
+        name = self._random.choice(self._world.routers)
+        if name in self._network.processes:
+            self._network.kill(name)
+            await self._wait(0.0, 6.0)
+            self._world.start_router(name)
+
+    # --- the store ----------------------------------------------------------------------------------------
+
+    async def _stop_store(self) -> None:
+        self._network.processes[STORE].stop()
+        await self._wait(0.5, 10.0)
+        self._network.processes[STORE].resume()
+
+    async def _end_session(self) -> None:
+        """The store takes back an engine's session under a healthy sidecar."""
+        engine = self._running(self._random.choice(self._world.engines))
+        if engine is not None:
+            engine_id, store = engine.holder.holder.engine_id, self._world.store
+            self._network.processes[STORE].post(lambda: store.revoke(engine_id))
+
+    # --- engines ------------------------------------------------------------------------------------------
 
     async def _reset(self) -> None:
-        engine = self._world.engine(self._random.choice(list(self._world.nodes)))
+        engine = self._running(self._random.choice(self._world.engines))
         if engine is not None:
             engine.reset_prefix_cache()
 
+    async def _sleep(self) -> None:
+        """An engine sleeps: refused while blocks are in use, else what they held is gone."""
+        name = self._random.choice(self._world.engines)
+        engine, process = self._running(name), self._network.processes.get(name)
+        if engine is None or process is None or not engine.reset_prefix_cache():
+            return
+        for block_id in range(engine.pool.total_blocks):
+            engine.pool.write(block_id, _WIPED)
+        process.stop()
+        await self._wait(0.5, 4.0)
+        process.resume()
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _running(self, name: str) -> SimEngine | None:
+        process = self._network.processes.get(name)
+        return self._world.engine(process) if process is not None else None
+
     def _names(self) -> list[str]:
-        nodes = self._world.nodes.values()
-        routers = [f"router-{number}" for number in range(self._world.settings.routers)]
-        engines = [node.name for node in nodes]
-        return [*routers, "registry", *engines, *(node.sidecar_name for node in nodes)]
+        world = self._world
+        return [*world.routers, *world.registries, *world.engines, *world.sidecars]

@@ -3,7 +3,10 @@
 import json
 import logging
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 from kvlease.simulation.run import RunResult, simulate
 from kvlease.simulation.world import WorldSettings
@@ -11,10 +14,23 @@ from kvlease.simulation.world import WorldSettings
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `kvlease sim`."""
-    parser.add_argument("--seeds", type=int, default=20, help="how many seeds to run (default: 20)")
-    parser.add_argument("--from", type=int, default=1, dest="first", metavar="SEED", help="the first seed")
-    parser.add_argument("--duration-s", type=float, default=120.0, help="virtual seconds of every seed")
-    parser.add_argument("--routers", type=int, default=2, help="routers that share the fleet (default: 2)")
+    defaults = WorldSettings(seed=0)
+    parser.add_argument("--seeds", type=_at_least(1), default=20, help="how many seeds to run (default: 20)")
+    parser.add_argument(
+        "--from", type=_at_least(0), default=1, dest="first", metavar="SEED", help="the first seed"
+    )
+    parser.add_argument(
+        "--duration-s",
+        type=_positive,
+        default=defaults.duration_s,
+        help=f"virtual seconds of faults in every seed (default: {defaults.duration_s:g})",
+    )
+    parser.add_argument(
+        "--routers",
+        type=_at_least(1),
+        default=defaults.routers,
+        help=f"routers that share the fleet (default: {defaults.routers})",
+    )
     parser.add_argument("--output", choices=("table", "json"), default="table", help="what is printed")
 
 
@@ -29,11 +45,31 @@ def run(arguments: Namespace) -> int:
         if arguments.output == "table":
             sys.stdout.write(_line(result, replay_command(settings)) + "\n")
             sys.stdout.flush()
-    ok = all(result.ok for result in results)
     if arguments.output == "json":
-        document = {"ok": ok, "seeds": [result.to_json() for result in results]}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    return 0 if ok else 1
+        sys.stdout.write(json.dumps(document(results), indent=2) + "\n")
+    return 0 if all(result.ok for result in results) else 1
+
+
+def document(results: Sequence[RunResult]) -> dict[str, Any]:
+    """What a run of seeds came to.
+
+    `violations` counts the seeds that broke a promise, `first_seed` is the first of them (null: none), and `digest`
+    is over everything that happened in all of them.
+    """
+    failed = [result for result in results if not result.ok]
+    digest = blake2b("".join(result.digest for result in results).encode(), digest_size=16)
+    return {
+        "seeds": len(results),
+        "steps": sum(result.steps for result in results),
+        "violations": len(failed),
+        "first_seed": failed[0].seed if failed else None,
+        "turns": sum(result.turns for result in results),
+        "errors": sum(result.errors for result in results),
+        "used_reads": sum(result.used_reads for result in results),
+        "virtual_s": round(sum(result.virtual_s for result in results), 3),
+        "digest": digest.hexdigest(),
+        "failed": [result.to_json() for result in failed],
+    }
 
 
 def replay_command(settings: WorldSettings) -> str:
@@ -46,9 +82,27 @@ def replay_command(settings: WorldSettings) -> str:
 
 def _line(result: RunResult, command: str) -> str:
     counts = (
-        f"seed {result.seed}: {result.turns} turns, {result.used_reads} READs used, "
+        f"seed {result.seed}: {result.steps} steps, {result.turns} turns, {result.used_reads} READs used, "
         f"{result.errors} errors, {result.aborted} aborted, {result.digest}"
     )
     problems = [f"\n  {problem}" for problem in result.problems]
     again = f"\n  again: {command}" if problems else ""
     return counts + "".join(problems) + again
+
+
+def _at_least(least: int) -> Any:
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    read.__name__ = "whole number"
+    return read
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise ArgumentTypeError(f"{text} is not between 0 and 86400 seconds")
+    return value

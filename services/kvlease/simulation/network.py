@@ -1,171 +1,320 @@
-"""A network that delays, loses, reorders, partitions one way, and holds messages for paused nodes. All by seed."""
+"""A network between simulated processes that delays, loses, repeats, reorders and parts one way. All by seed.
+
+Calls travel on their own, so that they overtake each other. A connection keeps its order, and breaks when a message
+of it is lost; each end learns of that in its own time.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from random import Random
 from typing import Any, TypeVar
 
 from kvlease.core.errors import HolderUnreachable, KvleaseError
+from kvlease.simulation.loop import CURRENT, Process, VirtualLoop
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
-    """How bad the network is. Delays are seconds; a few messages take `slow_s`."""
+    """How bad the network is. Delays are seconds.
 
-    delay_s: float = 0.002
+    Attributes:
+        slow_share: messages that take up to `slow_s`.
+        loss: calls and answers that are lost.
+        repeats: calls that arrive a second time, up to `repeated_s` later.
+        noticed_s: after this long at most an end of a broken connection knows.
+    """
+
+    delay_s: float = 0.004
     slow_s: float = 0.3
     slow_share: float = 0.02
     loss: float = 0.005
+    repeats: float = 0.01
+    repeated_s: float = 4.0
+    noticed_s: float = 2.0
 
 
 class SimNetwork:
-    """Carries messages between named nodes. Calls run at the target in tasks of their own, as servers do.
+    """The processes that run, and the messages between them.
 
     Attributes:
+        processes: those that run, by name.
         crashes: tasks that ended with an exception; each is a bug.
+        slowed: processes to and from which every message is slow.
+        closed: nothing is carried any more.
     """
 
-    def __init__(self, random: Random, settings: NetworkSettings) -> None:
+    def __init__(self, loop: VirtualLoop, random: Random, settings: NetworkSettings) -> None:
+        self.loop = loop
+        self.processes: dict[str, Process] = {}
+        self.crashes: list[str] = []
+        self.slowed: set[str] = set()
         self._random = random
         self._settings = settings
         self._blocked: set[tuple[str, str]] = set()
-        self._awake: dict[str, asyncio.Event] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.crashes: list[str] = []
+        self._connections: dict[Connection, None] = {}
+        self._started: list[Process] = []
+        self._remains: list[set[asyncio.Task[Any]]] = []
+        self._log = blake2b(digest_size=16)
+        self.closed = False
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> Process:
+        """Starts a process with a clock of its own, up to 10 % too slow or too fast."""
+        random = self._random
+        process = Process(self.loop, name, random.uniform(0, 1e4), random.uniform(0.9, 1.1))
+        self.processes[name] = process
+        self._started.append(process)
+        self.note(f"start {name}")
+        return process
+
+    def kill(self, name: str) -> None:
+        """Kills a process: its connections break, and the other ends are told by its machine."""
+        process = self.processes.pop(name, None)
+        if process is None:
+            return
+        process.kill()
+        # The loop refers weakly to tasks: what stands still for ever would be collected, and its `finally` run.
+        self._remains.append(asyncio.all_tasks(self.loop))
+        self.note(f"kill {name}")
+        for connection in [one for one in self._connections if process in one.ends]:
+            connection.close(process)
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Starts a task of a process whose failure is a bug."""
+        task = process.spawn(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def note(self, happening: str) -> None:
+        """Adds to the log of everything that happened."""
+        self._log.update(f"{self.loop.virtual_s!r} {happening}\n".encode())
+
+    def digest(self) -> str:
+        """Of the log: two runs of one seed are equal."""
+        return self._log.hexdigest()
+
+    def close(self) -> None:
+        """Nothing is carried any more, and dead processes may clear away what they left."""
+        self.closed = True
+        for process in self._started:
+            process.bury()
 
     # --- faults -------------------------------------------------------------------------------------------
 
     def block(self, source: str, target: str) -> None:
-        """Loses everything from one node to another, not the other way."""
+        """Loses everything from one process to another, not the other way."""
         self._blocked.add((source, target))
 
     def unblock(self, source: str, target: str) -> None:
         """Heals what `block` did."""
         self._blocked.discard((source, target))
 
-    def is_blocked(self, source: str, target: str) -> bool:
-        """Whether messages from one node to another are lost."""
-        return (source, target) in self._blocked
-
-    def pause(self, node: str) -> None:
-        """The node does nothing until it is resumed; what is sent to it waits."""
-        self._awake.setdefault(node, asyncio.Event()).clear()
-
-    def resume(self, node: str) -> None:
-        """The node goes on."""
-        self._awake.setdefault(node, asyncio.Event()).set()
-
     def heal(self) -> None:
-        """Ends every partition and every pause."""
+        """Ends every partition, every pause and every slowness."""
         self._blocked.clear()
-        for awake in self._awake.values():
-            awake.set()
+        self.slowed.clear()
+        for process in self.processes.values():
+            process.resume()
 
-    # --- messages -----------------------------------------------------------------------------------------
-
-    async def awake(self, node: str) -> None:
-        """Waits until the node is not paused."""
-        awake = self._awake.get(node)
-        if awake is not None:
-            await awake.wait()
-
-    async def carry(self, source: str, target: str, *, lossy: bool = True) -> bool:
-        """Waits as long as a message takes. False when it is lost."""
-        settings, random = self._settings, self._random
-        slow = random.random() < settings.slow_share
-        await self.awake(source)
-        await asyncio.sleep(random.uniform(0, settings.slow_s if slow else settings.delay_s))
-        await self.awake(target)
-        lost = lossy and random.random() < settings.loss
-        return not lost and not self.is_blocked(source, target)
+    # --- calls --------------------------------------------------------------------------------------------
 
     async def call(
-        self, source: str, target: str, serve: Callable[[], Awaitable[Answer]], deadline_s: float
+        self, target: str, serve: Callable[[], Awaitable[Answer]], deadline_s: float, *, repeats: bool = False
     ) -> Answer:
-        """Runs `serve` at the target. It may run although its answer is lost.
+        """Runs `serve` at the target, in a task of its own as servers do. It may run although its answer is lost.
+
+        Args:
+            repeats: it may also run twice; the first answer counts.
 
         Raises:
-            HolderUnreachable: no answer within `deadline_s`.
+            HolderUnreachable: nobody is there, or no answer came within `deadline_s`.
             KvleaseError: as `serve` raised it.
         """
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.spawn(self._serve(source, target, serve, answer))
+        caller, random = current(), self._random
+        answer: asyncio.Future[Answer] = self.loop.create_future()
+
+        def arrive() -> None:
+            self._serve(caller, target, serve, answer)
+
+        self._send(caller.name, target, arrive)
+        if repeats and random.random() < self._settings.repeats:
+            self.loop.call_in_world(random.uniform(0.0, self._settings.repeated_s), arrive)
         try:
             async with asyncio.timeout(deadline_s):
                 return await answer
         except TimeoutError as error:
-            raise HolderUnreachable(f"{target} did not answer {source} within {deadline_s:g} s") from error
+            raise HolderUnreachable(f"{target} did not answer within {deadline_s:g} s") from error
 
-    async def _serve(
+    def _serve(
         self,
-        source: str,
+        caller: Process,
         target: str,
         serve: Callable[[], Awaitable[Answer]],
         answer: "asyncio.Future[Answer]",
     ) -> None:
-        if not await self.carry(source, target):
+        process = self.processes.get(target)
+        if process is None:
+            self._answer(caller, target, answer, HolderUnreachable(f"{target} is down"))
             return
-        try:
-            result = await serve()
-        except KvleaseError as error:
-            if await self.carry(target, source) and not answer.done():
-                answer.set_exception(error)
-            return
-        if await self.carry(target, source) and not answer.done():
-            answer.set_result(result)
 
-    # --- tasks --------------------------------------------------------------------------------------------
+        async def work() -> None:
+            try:
+                result = await serve()
+            except KvleaseError as error:
+                self._answer(caller, target, answer, error)
+            else:
+                self._answer(caller, target, answer, result)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs something that ends with the simulation at the latest."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
+        self.spawn(process, work())
+
+    def _answer(
+        self, caller: Process, target: str, answer: "asyncio.Future[Answer]", result: Answer | KvleaseError
+    ) -> None:
+        def settle() -> None:
+            if answer.done():
+                return
+            if isinstance(result, KvleaseError):
+                answer.set_exception(result)
+                answer.exception()
+            else:
+                answer.set_result(result)
+
+        self._send(target, caller.name, lambda: None if caller.dead else caller.post(settle))
+
+    def _send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
+        lost = self._random.random() < self._settings.loss
+
+        def carry() -> None:
+            if not lost and not self.is_blocked(source, target):
+                self.note(f"{source} {target}")
+                arrive()
+
+        if not self.closed:
+            self.loop.call_in_world(self.delay_s(source, target), carry)
+
+    # --- connections --------------------------------------------------------------------------------------
+
+    async def connect(self, target: str) -> "Connection":
+        """A connection from the current process.
+
+        Raises:
+            HolderUnreachable: nobody answers there.
+        """
+        source = current()
+        await asyncio.sleep(self.delay_s(source.name, target))
+        process = self.processes.get(target)
+        blocked = self.is_blocked(source.name, target) or self.is_blocked(target, source.name)
+        if process is None or blocked or self.closed:
+            raise HolderUnreachable(f"{target} cannot be reached from {source.name}")
+        connection = Connection(self, (source, process))
+        self._connections[connection] = None
+        return connection
+
+    def forget(self, connection: "Connection") -> None:
+        """A connection has ended."""
+        self._connections.pop(connection, None)
+
+    # --- for connections ----------------------------------------------------------------------------------
+
+    def is_blocked(self, source: str, target: str) -> bool:
+        """Whether messages from one process to another are lost."""
+        return self.closed or (source, target) in self._blocked
+
+    def delay_s(self, source: str, target: str) -> float:
+        """How long a message travels."""
+        settings, random = self._settings, self._random
+        slow = not self.slowed.isdisjoint((source, target)) or random.random() < settings.slow_share
+        return random.uniform(0.0, settings.slow_s if slow else settings.delay_s)
+
+    def notice_s(self) -> float:
+        """How long an end takes to learn that its connection broke."""
+        return self._random.uniform(0.0, self._settings.noticed_s)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.crashes.append(f"{task.get_coro()} ended with {task.exception()!r}")
-
-    async def close(self) -> None:
-        """Ends every task."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            where = getattr(task.get_coro(), "__qualname__", "a task")
+            self.crashes.append(f"{where} ended with {error!r}")
 
 
-class Pipe:
-    """An ordered stream from one node to another. A lost message breaks it, as a connection would."""
+class Connection:
+    """An ordered connection of two processes. Each end has a callback for its end, called once, in its process."""
 
-    def __init__(self, network: SimNetwork, source: str, target: str, broken: Callable[[], None]) -> None:
+    def __init__(self, network: SimNetwork, ends: tuple[Process, Process]) -> None:
+        self.ends = ends
         self._network = network
-        self._source = source
-        self._target = target
-        self._broken = broken
-        self._queue: asyncio.Queue[Callable[[], None]] = asyncio.Queue(10_000)
-        self._closed = False
-        self._task = network.spawn(self._run())
+        self._last_s = dict.fromkeys(ends, 0.0)
+        self._open = dict.fromkeys(ends, True)
+        self._closed: dict[Process, Callable[[], object]] = {}
 
-    def send(self, deliver: Callable[[], None]) -> None:
-        """Runs `deliver` at the target, after all that was sent before."""
-        if not self._closed:
-            self._queue.put_nowait(deliver)
+    def on_close(self, end: Process, closed: Callable[[], object]) -> None:
+        """Sets what an end does when it learns that the connection has ended."""
+        self._closed[end] = closed
+        if not self._open[end]:
+            end.post(closed)
 
-    def close(self) -> None:
-        """Nothing more is delivered."""
-        self._closed = True
-        self._task.cancel()
+    def is_open(self, end: Process) -> bool:
+        """Whether an end believes in the connection."""
+        return self._open[end]
 
-    async def _run(self) -> None:
-        while True:
-            deliver = await self._queue.get()
-            if not await self._network.carry(self._source, self._target, lossy=False):
-                self._closed = True
-                self._broken()
-                return
-            deliver()
+    def other(self, end: Process) -> Process:
+        """The other end."""
+        return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+    def send(self, source: Process, deliver: Callable[[], object]) -> None:
+        """Runs `deliver` at the other end, after all that was sent before."""
+        if not self._open[source]:
+            return
+        network, target = self._network, self.other(source)
+        now_s = network.loop.virtual_s
+        arrives_s = max(self._last_s[source], now_s + network.delay_s(source.name, target.name))
+        self._last_s[source] = arrives_s
+
+        def arrive() -> None:
+            if network.is_blocked(source.name, target.name):
+                self._break()
+            elif self._open[target]:
+                network.note(f"{source.name} {target.name}")
+                target.post(lambda: deliver() if self._open[target] else None)
+
+        network.loop.call_in_world(arrives_s - now_s, arrive)
+
+    def close(self, by: Process) -> None:
+        """Ends it from one end; the other learns of it after what was sent before, unless that is lost."""
+        if not self._open[by]:
+            return
+        self._end(by)
+        network, target = self._network, self.other(by)
+        now_s = network.loop.virtual_s
+        if network.is_blocked(by.name, target.name):
+            network.loop.call_in_world(network.notice_s(), lambda: self._end(target))
+        else:
+            arrives_s = max(self._last_s[by], now_s + network.delay_s(by.name, target.name))
+            network.loop.call_in_world(arrives_s - now_s, lambda: self._end(target))
+
+    def _break(self) -> None:
+        for end in self.ends:
+            self._network.loop.call_in_world(self._network.notice_s(), partial(self._end, end))
+
+    def _end(self, end: Process) -> None:
+        if not self._open[end]:
+            return
+        self._open[end] = False
+        closed = self._closed.get(end)
+        if closed is not None and not end.dead:
+            end.post(closed)
+        if not any(self._open.values()):
+            self._network.forget(self)
+
+
+def current() -> Process:
+    """The process that runs."""
+    process = CURRENT.get()
+    if process is None:
+        raise RuntimeError("no simulated process runs here")
+    return process

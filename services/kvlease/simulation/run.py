@@ -1,22 +1,38 @@
-"""One seed from beginning to end: clients and faults, promises checked at every step, and nothing left behind."""
+"""One seed from beginning to end: clients and faults, then repair, then silence. What is promised:
+
+(a) no READ whose result is used, and no late write of a given-up READ, touched a block that changed owner;
+(b) blocks outlive the last renewal by at most the duration and the skew of clocks unless pinned, and are free
+    before the next allocation;
+(c) one live CONVERSATION lease per leaf;
+(d) no believer's deadline lies after the holder's, and a PIN on a lease that ended early is refused;
+(e) generations and epochs only grow;
+(f) after faults stop, idle blocks are freed, live ones survive, and turns reuse again.
+"""
 
 import asyncio
-import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvlease.core.lease import LeaseState
-from kvlease.core.renewal import Belief
 from kvlease.simulation.faults import Faults
 from kvlease.simulation.loop import VirtualLoop
-from kvlease.simulation.workload import Client, Tally
+from kvlease.simulation.workload import Client, Clients, Survivor, Tally
 from kvlease.simulation.world import World, WorldSettings
 
-QUIET_S = 120.0
-"""After the last turn: longer than any lease, pin or READ, so that nothing may be left."""
+STARTED_S = 1.5
+"""Every engine is attached and known to the routers after this."""
 
-STEP_S = 0.05
-"""Promises are checked at the first step after so many virtual seconds."""
+REPAIRED_S = 6.0
+"""After the last fault: streams stand again, and nobody suspects an engine any more."""
+
+SURVIVORS = 2
+PAUSE_S = 7.0
+"""Between a survivor's turns: longer than a lease that nobody renews, shorter than the gap in which it is renewed."""
+
+SUFFIX_WORDS = (2, 400)
+"""Of the second turn: one that is appended, and one that is read back."""
+
+QUIET_S = 24.0
+"""After the last turn: longer than any gap and lease, so that nothing may be left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +40,14 @@ class RunResult:
     """What came of one seed.
 
     Attributes:
+        steps: callbacks that ran.
         problems: promises that were broken; none when all is well.
         used_reads: READs whose result was used.
-        digest: of everything that clients saw; two runs of one seed are equal.
+        digest: of everything that happened; two runs of one seed are equal.
     """
 
     seed: int
+    steps: int
     turns: int
     errors: int
     aborted: int
@@ -45,68 +63,7 @@ class RunResult:
 
     def to_json(self) -> dict[str, Any]:
         """The document of one seed."""
-        return {"ok": self.ok, **asdict(self)}
-
-
-class Promises:
-    """Checks what must hold at every step."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._epochs: dict[str, int] = {}
-        self._generations: dict[int, int] = {}
-        self._checked_s = 0.0
-
-    def check(self) -> None:
-        """Compares the world with what was promised; what is broken stays so for more than `STEP_S`."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._checked_s + STEP_S:
-            return
-        self._checked_s = now_s
-        for node in self._world.nodes.values():
-            if node.engine is not None:
-                node.engine.check(node.name)
-                holder = node.engine.holder.holder
-                if holder.epoch < self._epochs.get(holder.boot_id, 0):
-                    self._broken(f"the epoch of {node.name} went back")
-                self._epochs[holder.boot_id] = holder.epoch
-        self._check_beliefs()
-
-    async def check_records(self) -> None:
-        """One record per conversation, and generations that only grow."""
-        keys: set[bytes] = set()
-        for record in await self._world.store.list_leases():
-            if record.conversation_key in keys:
-                self._broken("two leases of one conversation are recorded")
-            keys.add(record.conversation_key)
-            known = self._generations.setdefault(record.lease_id, record.generation)
-            if record.generation < known:
-                self._broken(f"the generation of lease {record.lease_id:016x} went back")
-
-    def check_nothing_left(self) -> None:
-        """After everything ended: no hold, no pin, no block that nobody frees."""
-        for node in self._world.nodes.values():
-            if node.engine is None:
-                continue
-            gauges = node.engine.gauges()
-            if gauges.held_blocks or gauges.quarantined_blocks or gauges.free_blocks != gauges.total_blocks:
-                self._broken(f"{node.name} keeps blocks that nobody frees: {gauges}")
-            if gauges.running_requests:
-                self._broken(f"{node.name} still runs {gauges.running_requests} requests")
-
-    def _check_beliefs(self) -> None:
-        """A lease that a router believes in did not expire at its holder."""
-        observed = self._world.observed
-        young_s = asyncio.get_running_loop().time() - 0.8 * self._world.settings.engine().lifetime_max_s
-        for lease_id, state in observed.ended.items():
-            young = state is LeaseState.EXPIRED and observed.granted_s[lease_id] > young_s
-            for router in self._world.routers if young else ():
-                if router.renewals.belief(router.clock.now_s(), lease_id) is Belief.HELD:
-                    self._broken(f"a router believes in lease {lease_id:016x}, which has expired")
-
-    def _broken(self, problem: str) -> None:
-        if problem not in self._world.observed.problems:
-            self._world.observed.problems.append(problem)
+        return asdict(self)
 
 
 def simulate(settings: WorldSettings) -> RunResult:
@@ -117,52 +74,53 @@ def simulate(settings: WorldSettings) -> RunResult:
 
 
 async def _simulate(settings: WorldSettings, loop: VirtualLoop) -> RunResult:
-    world, tally = World(settings), Tally()
-    await world.start()
-    promises = Promises(world)
-    loop.before_jump = promises.check
-    digest = hashlib.blake2b(digest_size=8)
+    world, tally = World(settings, loop), Tally()
     try:
-        await _talk(world, tally, promises)
-        loop.before_jump = _nothing
-        promises.check_nothing_left()
+        world.start()
+        await asyncio.sleep(STARTED_S)
+        await _live(world, tally)
+        return _result(world, tally)
     finally:
-        loop.before_jump = _nothing
-        await world.stop()
-    problems = (*world.observed.problems, *tally.wrong, *world.network.crashes)
-    seen = (
-        tally.turns,
-        tally.errors,
-        tally.aborted,
-        world.observed.used_reads,
-        round(loop.time(), 6),
-        problems,
-    )
-    digest.update(repr(seen).encode())
-    return RunResult(
-        settings.seed,
-        tally.turns,
-        tally.errors,
-        tally.aborted,
-        world.observed.used_reads,
-        loop.time(),
-        digest.hexdigest(),
-        problems,
-    )
+        world.network.close()
 
 
-async def _talk(world: World, tally: Tally, promises: Promises) -> None:
-    until_s = asyncio.get_running_loop().time() + world.settings.duration_s
+async def _live(world: World, tally: Tally) -> None:
+    settings, clients = world.settings, Clients(world, tally)
+    until_s = world.loop.virtual_s + settings.duration_s
     async with asyncio.TaskGroup() as group:
-        for number in range(world.settings.clients):
-            group.create_task(Client(world, number, tally).run(until_s))
-        if world.settings.faults:
+        for number in range(settings.clients):
+            group.create_task(Client(world, clients, number).run(until_s))
+        if settings.faults:
             group.create_task(Faults(world).run(until_s))
-        while asyncio.get_running_loop().time() < until_s:
-            await asyncio.sleep(1.0)
-            await promises.check_records()
+    await asyncio.sleep(REPAIRED_S)
+    async with asyncio.TaskGroup() as group:
+        for number in range(SURVIVORS):
+            group.create_task(Survivor(world, clients, number).run(PAUSE_S, SUFFIX_WORDS[number]))
     await asyncio.sleep(QUIET_S)
+    _check_nothing_left(world)
 
 
-def _nothing() -> None:
-    """What is checked once nothing is promised any more."""
+def _check_nothing_left(world: World) -> None:
+    """After everything ended: no hold, no pin, no block that nobody frees, no request, no record."""
+    for name in world.engines:
+        gauges = world.engine(world.network.processes[name]).gauges()
+        if gauges.held_blocks or gauges.quarantined_blocks or gauges.free_blocks != gauges.total_blocks:
+            world.promises.broken("f", f"{name} keeps blocks that nobody frees: {gauges}")
+        if gauges.running_requests:
+            world.promises.broken("f", f"{name} still runs {gauges.running_requests} requests")
+    if world.store.recorded_leases:
+        world.promises.broken("f", f"{world.store.recorded_leases} leases are still recorded")
+
+
+def _result(world: World, tally: Tally) -> RunResult:
+    return RunResult(
+        world.settings.seed,
+        world.loop.steps,
+        tally.turns,
+        tally.errors,
+        tally.aborted,
+        world.promises.used_reads,
+        round(world.loop.virtual_s, 6),
+        world.network.digest(),
+        (*world.promises.problems, *tally.wrong, *world.network.crashes),
+    )

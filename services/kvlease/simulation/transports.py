@@ -1,52 +1,46 @@
-"""The ports of the production code over the simulated network."""
+"""The ports between processes, over the simulated network. What runs at the other end is production code."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Protocol, TypeVar
 
-from kvlease.core.errors import HolderUnreachable
+from kvlease.core.errors import HolderUnreachable, KvleaseError
 from kvlease.core.holding import PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, KvLocation, LeaseRecord, PinOutcome
 from kvlease.core.renewal import Beat, RenewalPolicy
 from kvlease.registry.registry import Registry
-from kvlease.registry.renewals import EngineDelta, Heartbeat
-from kvlease.router.ports import BeatAck, EngineReply, LegError, RenewalStream
+from kvlease.registry.renewals import EngineDelta, Heartbeat, RenewalSession
+from kvlease.router.ports import BeatAck, RenewalStream
 from kvlease.sidecar.sidecar import Sidecar
-from kvlease.sim.engine import PromptTooLong, SimEngine
-from kvlease.sim.model import Sample
-from kvlease.sim.openai import ReplyWriter, error_body, read_ask
+from kvlease.sim.engine import SimEngine
 from kvlease.sim.ports import Landed, ReadFailed
-from kvlease.simulation.network import Pipe, SimNetwork
-from kvlease.store.port import Batch
+from kvlease.simulation.loop import Process
+from kvlease.simulation.network import Connection, SimNetwork, current
+from kvlease.simulation.store import Batches
+from kvlease.store.port import Batch, Item
 
 Answer = TypeVar("Answer")
 
 REGISTRY_CALL_S = 0.5
-CONNECT_S = 0.3
 
 
-class Nodes(Protocol):
-    """Who runs where; None for a node that is down."""
+class Programs(Protocol):
+    """What runs in the processes."""
 
-    def sidecar(self, name: str) -> Sidecar | None:
-        """The sidecar process of a node."""
+    def sidecar(self, process: Process) -> Sidecar:
+        """The sidecar that runs in a process."""
         ...
 
-    def engine(self, name: str) -> SimEngine | None:
-        """The engine process of a node."""
+    def engine(self, process: Process) -> SimEngine:
+        """The engine that runs in a process."""
         ...
 
-    def registry(self) -> Registry | None:
-        """The registry process."""
-        ...
-
-    async def gone(self, name: str) -> None:
-        """Returns when the process that now runs on a node has died."""
+    def registry(self, process: Process) -> Registry:
+        """The registry that runs in a process."""
         ...
 
 
@@ -66,30 +60,23 @@ class SeededRandom:
 
 
 class SimSidecars:
-    """Sidecars by address, which is their node's name, as the node `source` reaches them."""
+    """Sidecars by address, which is their process's name."""
 
-    def __init__(self, network: SimNetwork, nodes: Nodes, source: str) -> None:
+    def __init__(self, network: SimNetwork, programs: Programs) -> None:
         self._network = network
-        self._nodes = nodes
-        self._source = source
+        self._programs = programs
 
     async def pin(self, address: str, ask: PinAsk, wait_for_offer_s: float, deadline_s: float) -> PinOutcome:
         """Asks for a pin."""
-
-        async def serve() -> PinOutcome:
-            return await self._sidecar(address).pin(ask, wait_for_offer_s)
-
-        return await self._network.call(self._source, address, serve, deadline_s + wait_for_offer_s)
+        return await self._call(
+            address, lambda sidecar: sidecar.pin(ask, wait_for_offer_s), deadline_s + wait_for_offer_s
+        )
 
     async def unpin(
         self, address: str, holder: Holder, lease_id: int, pin_id: str, deadline_s: float
     ) -> None:
         """Ends a pin."""
-
-        async def serve() -> None:
-            await self._sidecar(address).unpin(holder, lease_id, pin_id)
-
-        await self._network.call(self._source, address, serve, deadline_s)
+        await self._call(address, lambda sidecar: sidecar.unpin(holder, lease_id, pin_id), deadline_s)
 
     async def renew(
         self,
@@ -103,180 +90,235 @@ class SimSidecars:
     ) -> dict[int, MissReason]:
         """Renews leases and reservations."""
 
-        async def serve() -> dict[int, MissReason]:
-            sidecar = self._sidecar(address)
-            return await sidecar.renew(engine_id, lease_ids, duration_s, pin_ids, reservation_s)
+        def renew(sidecar: Sidecar) -> Awaitable[dict[int, MissReason]]:
+            return sidecar.renew(engine_id, lease_ids, duration_s, pin_ids, reservation_s)
 
-        return await self._network.call(self._source, address, serve, deadline_s)
+        return await self._call(address, renew, deadline_s)
 
     async def release(
         self, address: str, engine_id: str, lease_id: int, tenant: str, deadline_s: float, *, superseded: bool
     ) -> MissReason | None:
         """Ends a lease."""
 
-        async def serve() -> MissReason | None:
-            return await self._sidecar(address).release(engine_id, lease_id, tenant, superseded=superseded)
+        def release(sidecar: Sidecar) -> Awaitable[MissReason | None]:
+            return sidecar.release(engine_id, lease_id, tenant, superseded=superseded)
 
-        return await self._network.call(self._source, address, serve, deadline_s)
+        return await self._call(address, release, deadline_s)
 
-    def _sidecar(self, address: str) -> Sidecar:
-        sidecar = self._nodes.sidecar(address)
-        if sidecar is None:
-            raise HolderUnreachable(f"{address} is down")
-        return sidecar
+    async def drain(self, address: str, engine_id: str, deadline_s: float, *, undo: bool) -> None:
+        """Keeps new turns away, or lets them come again."""
+        await self._call(address, lambda sidecar: sidecar.drain(engine_id, undo=undo), deadline_s)
+
+    async def _call(
+        self, address: str, ask: Callable[[Sidecar], Awaitable[Answer]], deadline_s: float
+    ) -> Answer:
+        return await self._network.call(
+            address, lambda: ask(self._programs.sidecar(current())), deadline_s, repeats=True
+        )
 
 
 class SimPins:
     """An engine's way to other holders, through its own sidecar; what runs there is the production sidecar."""
 
-    def __init__(self, network: SimNetwork, nodes: Nodes, names: tuple[str, str], wait_s: float) -> None:
+    def __init__(self, network: SimNetwork, programs: Programs, sidecar_name: str, wait_s: float) -> None:
         self._network = network
-        self._nodes = nodes
-        self._engine, self._sidecar = names
+        self._programs = programs
+        self._sidecar_name = sidecar_name
         self._wait_s = wait_s
 
     async def pin(self, ask: PinAsk, sidecar_address: str) -> PinOutcome:
         """Asks for a pin on another engine."""
 
-        async def serve() -> PinOutcome:
-            sidecar = self._nodes.sidecar(self._sidecar)
-            return await sidecar.remote_pin(ask, 0.0, sidecar_address) if sidecar else MissReason.UNREACHABLE
+        def serve() -> Awaitable[PinOutcome]:
+            return self._programs.sidecar(current()).remote_pin(ask, 0.0, sidecar_address)
 
         try:
-            return await self._network.call(self._engine, self._sidecar, serve, self._wait_s)
+            return await self._network.call(self._sidecar_name, serve, self._wait_s)
         except HolderUnreachable:
             return MissReason.UNREACHABLE
 
     def unpin(self, holder: Holder, lease_id: int, pin_id: str, sidecar_address: str) -> None:
         """Ends a pin on another engine."""
 
-        async def tell() -> None:
-            sidecar = self._nodes.sidecar(self._sidecar)
-            if await self._network.carry(self._engine, self._sidecar) and sidecar is not None:
-                await sidecar.remote_unpin(holder, lease_id, pin_id, sidecar_address)
+        def serve() -> Awaitable[None]:
+            return self._programs.sidecar(current()).remote_unpin(holder, lease_id, pin_id, sidecar_address)
 
-        self._network.spawn(tell())
+        async def tell() -> None:
+            try:
+                await self._network.call(self._sidecar_name, serve, self._wait_s)
+            except KvleaseError:
+                """Unheard, the pin's deadline ends it."""
+
+        if not self._network.closed:
+            self._network.spawn(current(), tell())
 
 
 class SimTransfers:
-    """READs that take time, stall while the holder's node is paused, and land whatever the reader does."""
+    """READs that take time, stand still while the holder does, and land whatever the reader does.
+
+    Args:
+        read_s: what a READ takes usually, and at worst.
+    """
 
     def __init__(
-        self, network: SimNetwork, nodes: Nodes, reader: str, random: Random, read_s: tuple[float, float]
+        self, network: SimNetwork, programs: Programs, random: Random, read_s: tuple[float, float]
     ) -> None:
         self._network = network
-        self._nodes = nodes
-        self._reader = reader
+        self._programs = programs
         self._random = random
         self._read_s = read_s
 
     async def read(
         self, location: KvLocation, holder: Holder, block_ids: Sequence[int], landed: Landed
     ) -> None:
-        """READs blocks in the order in which the network brings them."""
-        node = location.side_channel_host
+        """READs blocks in the order in which the network brings them; what is seen of it is the reader's."""
+        loop = self._network.loop
+        transfer = loop.spawn_in_world(self._move(location.side_channel_host, holder, block_ids, landed))
+        try:
+            await asyncio.shield(transfer)
+        except asyncio.CancelledError:
+            transfer.cancel()
+            raise
+
+    async def _move(self, name: str, holder: Holder, block_ids: Sequence[int], landed: Landed) -> None:
         usual_s, slow_s = self._read_s
         total_s = slow_s if self._random.random() < 0.1 else self._random.uniform(0.1, 1.0) * usual_s
         places = list(range(len(block_ids)))
         self._random.shuffle(places)
         for place in places:
             await asyncio.sleep(total_s / len(places))
-            await self._network.awake(node)
-            engine = self._nodes.engine(node)
-            if engine is None or engine.holder.holder.boot_id != holder.boot_id:
+            process = self._network.processes.get(name)
+            while process is not None and process.stopped:
+                await asyncio.sleep(0.1)
+                process = self._network.processes.get(name)
+            if process is None:
                 raise ReadFailed("the holder is gone")
+            engine = self._programs.engine(process)
+            if not self._is_same(engine.holder.holder, holder):
+                raise ReadFailed("another engine answers in the holder's place")
             landed(place, engine.pool.read(block_ids[place]))
-        await self._network.awake(self._reader)
+
+    def _is_same(self, found: Holder, asked: Holder) -> bool:
+        return found.boot_id == asked.boot_id
 
 
 class SimRegistryPort:
-    """The registry as a router reaches it."""
+    """The registry as a router reaches it: any replica, another one when that one is silent."""
 
     def __init__(
-        self, network: SimNetwork, nodes: Nodes, router: str, session: str, policy: RenewalPolicy
+        self,
+        network: SimNetwork,
+        programs: Programs,
+        replicas: Sequence[str],
+        session: str,
+        policy: RenewalPolicy,
     ) -> None:
         self._network = network
-        self._nodes = nodes
-        self._router = router
+        self._programs = programs
+        self._replicas = list(replicas)
         self._session = session
         self._policy = policy
 
     async def pin(self, ask: PinAsk, wait_for_offer_s: float) -> PinOutcome:
         """Takes a pin at the holder."""
-
-        async def serve() -> PinOutcome:
-            return await self._registry().pin(ask, wait_for_offer_s)
-
         try:
-            return await self._call(serve, REGISTRY_CALL_S + wait_for_offer_s)
-        except HolderUnreachable:
+            return await self._call(
+                lambda registry: registry.pin(ask, wait_for_offer_s), REGISTRY_CALL_S + wait_for_offer_s
+            )
+        except KvleaseError:
             return MissReason.UNREACHABLE
 
     async def unpin(self, holder: Holder, lease_id: int, pin_id: str) -> None:
         """Ends a pin."""
-
-        async def serve() -> None:
-            await self._registry().unpin(holder, lease_id, pin_id)
-
-        await self._call(serve, REGISTRY_CALL_S)
+        await self._call(lambda registry: registry.unpin(holder, lease_id, pin_id), REGISTRY_CALL_S)
 
     async def release(self, lease_id: int, engine_id: str, tenant: str) -> MissReason | None:
         """Releases a lease."""
-
-        async def serve() -> MissReason | None:
-            return await self._registry().release(lease_id, engine_id, tenant)
-
         try:
-            return await self._call(serve, REGISTRY_CALL_S)
-        except HolderUnreachable:
+            return await self._call(
+                lambda registry: registry.release(lease_id, engine_id, tenant), REGISTRY_CALL_S
+            )
+        except KvleaseError:
             return MissReason.UNREACHABLE
 
-    def watch_engines(self) -> AbstractAsyncContextManager[AsyncIterator[Batch[Engine]]]:
+    @asynccontextmanager
+    async def watch_engines(self) -> AsyncGenerator[AsyncIterator[Batch[Engine]], None]:
         """First a snapshot, then every change."""
-        return self._registry().watch_engines()
+        connection, registry = await self._connect()
+        async with _closing(Batches(self._network, connection, lambda: registry().watch_engines)) as batches:
+            yield batches
 
-    def watch_leases(self) -> AbstractAsyncContextManager[AsyncIterator[Batch[LeaseRecord]]]:
+    @asynccontextmanager
+    async def watch_leases(self) -> AsyncGenerator[AsyncIterator[Batch[LeaseRecord]], None]:
         """First a snapshot, then every change."""
-        return self._registry().watch_leases()
+        connection, registry = await self._connect()
+        async with _closing(Batches(self._network, connection, lambda: registry().watch_leases)) as batches:
+            yield batches
 
     @asynccontextmanager
     async def renew(self) -> AsyncGenerator[RenewalStream, None]:
         """Opens a stream of heartbeats."""
-        stream = _SimRenewals(self._network, self._registry(), self._router, self._session, self._policy)
+        connection, registry = await self._connect()
+        stream = _SimRenewals(self._network, connection, registry, self._session, self._policy)
         try:
             yield stream
         finally:
-            stream.close()
+            connection.close(current())
 
-    def _registry(self) -> Registry:
-        registry = self._nodes.registry()
-        if registry is None:
-            raise HolderUnreachable("the registry is down")
-        return registry
+    async def _connect(self) -> tuple[Connection, Callable[[], Registry]]:
+        try:
+            connection = await self._network.connect(self._replicas[0])
+        except HolderUnreachable:
+            self._turn_to_another()
+            raise
+        there = connection.other(current())
+        return connection, lambda: self._programs.registry(there)
 
-    async def _call(self, serve: Callable[[], Awaitable[Answer]], deadline_s: float) -> Answer:
-        return await self._network.call(self._router, "registry", serve, deadline_s)
+    async def _call(self, ask: Callable[[Registry], Awaitable[Answer]], deadline_s: float) -> Answer:
+        try:
+            return await self._network.call(
+                self._replicas[0], lambda: ask(self._programs.registry(current())), deadline_s, repeats=True
+            )
+        except HolderUnreachable:
+            self._turn_to_another()
+            raise
+
+    def _turn_to_another(self) -> None:
+        self._replicas.append(self._replicas.pop(0))
+
+
+@asynccontextmanager
+async def _closing(batches: Batches[Item]) -> AsyncGenerator[Batches[Item], None]:
+    try:
+        yield batches
+    finally:
+        batches.close()
 
 
 class _SimRenewals:
-    """One stream of heartbeats."""
+    """One stream of heartbeats, as a router sees it."""
 
     def __init__(
-        self, network: SimNetwork, registry: Registry, router: str, session: str, policy: RenewalPolicy
+        self,
+        network: SimNetwork,
+        connection: Connection,
+        registry: Callable[[], Registry],
+        session: str,
+        policy: RenewalPolicy,
     ) -> None:
         self._network = network
+        self._connection = connection
         self._registry = registry
         self._session = session
         self._policy = policy
-        self._state = registry.open_session()
+        self._here = current()
+        self._state: RenewalSession | None = None
         self._acks: asyncio.Queue[BeatAck | None] = asyncio.Queue(10_000)
-        self._up = Pipe(network, router, "registry", self.close)
-        self._down = Pipe(network, "registry", router, self.close)
-        self._broken = False
+        connection.on_close(self._here, lambda: self._acks.put_nowait(None))
 
     async def send(self, beat: Beat) -> None:
         """Sends one beat."""
-        if self._broken:
+        if not self._connection.is_open(self._here):
             raise HolderUnreachable("the stream is broken")
         engines = tuple(
             EngineDelta(
@@ -298,7 +340,7 @@ class _SimRenewals:
             policy.duration_s,
             policy.reservation_s,
         )
-        self._up.send(lambda: self._take(heartbeat))
+        self._connection.send(self._here, lambda: self._take(heartbeat))
 
     async def acks(self) -> AsyncIterator[BeatAck]:
         """The answers, until the stream ends."""
@@ -306,137 +348,20 @@ class _SimRenewals:
             yield ack
         raise HolderUnreachable("the stream broke")
 
-    def close(self) -> None:
-        """Breaks the stream."""
-        if not self._broken:
-            self._broken = True
-            self._up.close()
-            self._down.close()
-            self._acks.put_nowait(None)
-
     def _take(self, heartbeat: Heartbeat) -> None:
-        pending = self._registry.renew(self._state, heartbeat)
+        """Runs in the registry."""
+        there, registry = current(), self._registry()
+        if self._state is None:
+            self._state = registry.open_session()
+        try:
+            pending = registry.renew(self._state, heartbeat)
+        except KvleaseError:
+            self._connection.close(there)
+            return
 
         async def answer() -> None:
             ack = await pending.ack()
-            self._down.send(lambda: self._acks.put_nowait(BeatAck(ack.sequence, ack.misses, ack.resync)))
+            answered = BeatAck(ack.sequence, ack.misses, ack.resync)
+            self._connection.send(there, lambda: self._acks.put_nowait(answered))
 
-        self._network.spawn(answer())
-
-
-class SimEngines:
-    """HTTP to simulated engines; the host of a URL is the engine's node."""
-
-    def __init__(self, network: SimNetwork, nodes: Nodes, router: str) -> None:
-        self._network = network
-        self._nodes = nodes
-        self._router = router
-
-    @asynccontextmanager
-    async def call(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, timeout_s: float
-    ) -> AsyncGenerator[EngineReply, None]:
-        """Sends a completion; leaving early aborts it at the engine."""
-        node = url.removeprefix("http://").split("/")[0]
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                arrived = await self._network.carry(self._router, node, lossy=False)
-        except TimeoutError:
-            arrived = False
-        engine = self._nodes.engine(node)
-        if not arrived or engine is None:
-            raise LegError("no connection", sent=False)
-        exchange = _Exchange(self._network, (node, self._router), timeout_s)
-        work = self._network.spawn(exchange.serve(engine, json.loads(body or b"{}")))
-        guard = self._network.spawn(exchange.watch(self._nodes.gone(node), work))
-        try:
-            await exchange.started()
-            yield exchange
-        finally:
-            guard.cancel()
-            work.cancel()
-            exchange.close()
-
-
-class _Exchange:
-    """One request and its answer: an `EngineReply`."""
-
-    def __init__(self, network: SimNetwork, names: tuple[str, str], timeout_s: float) -> None:
-        node, router = names
-        self._chunks: asyncio.Queue[bytes | LegError | None] = asyncio.Queue(100_000)
-        self._head = asyncio.Event()
-        self._pipe = Pipe(network, node, router, lambda: self._fail("the connection broke"))
-        self._timeout_s = timeout_s
-        self._failed: LegError | None = None
-        self.status = 200
-        self.headers: Mapping[str, str] = {}
-
-    async def serve(self, engine: SimEngine, body: Mapping[str, object]) -> None:
-        """Runs at the engine."""
-        try:
-            await self._complete(engine, body)
-        except PromptTooLong as error:
-            self.status = 400
-            self._send("application/json", json.dumps(error_body(400, str(error))).encode())
-        self._pipe.send(lambda: self._chunks.put_nowait(None))
-
-    async def _complete(self, engine: SimEngine, body: Mapping[str, object]) -> None:
-        ask = read_ask(body, chat=True, default_model=engine.settings.model)
-        writer, generation = ReplyWriter(ask), engine.generate(ask.request)
-        samples: list[Sample] = []
-        async with aclosing(generation.tokens()) as tokens:
-            async for sample in tokens:
-                samples.append(sample)
-                if ask.stream:
-                    first = len(samples) == 1
-                    chunk = writer.chunk(0, sample, generation.finish_reason, first=first)
-                    self._send("text/event-stream", chunk)
-        if ask.stream:
-            self._send("text/event-stream", writer.last_chunk(len(samples), generation.report()))
-        else:
-            answer = writer.whole([(samples, generation.finish_reason)], generation.report())
-            self._send("application/json", json.dumps(answer).encode())
-
-    async def watch(self, gone: Awaitable[None], work: "asyncio.Task[None]") -> None:
-        """Breaks the exchange when the engine dies."""
-        await gone
-        work.cancel()
-        self._fail("the engine died")
-
-    async def started(self) -> None:
-        """Waits for the head of the answer."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._head.wait()
-        except TimeoutError as error:
-            raise LegError("no answer", sent=True) from error
-        if self._failed is not None and not self.headers:
-            raise self._failed
-
-    async def body(self) -> bytes:
-        """The whole body."""
-        return b"".join([chunk async for chunk in self.chunks()])
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
-        while (chunk := await self._chunks.get()) is not None:
-            if isinstance(chunk, LegError):
-                raise chunk
-            yield chunk
-
-    def close(self) -> None:
-        """Nobody listens any more."""
-        self._pipe.close()
-
-    def _send(self, kind: str, data: bytes) -> None:
-        def deliver() -> None:
-            self.headers = {"Content-Type": kind}
-            self._head.set()
-            self._chunks.put_nowait(data)
-
-        self._pipe.send(deliver)
-
-    def _fail(self, reason: str) -> None:
-        self._failed = LegError(reason, sent=True)
-        self._chunks.put_nowait(self._failed)
-        self._head.set()
+        self._network.spawn(there, answer())

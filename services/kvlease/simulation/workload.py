@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -11,7 +11,11 @@ from kvlease.core.conversation import tenant_digest
 from kvlease.router.bodies import Api, parse_turn
 from kvlease.router.turn import RequestHead
 from kvlease.sim.model import Sample, SimModel, tokens_of_messages
+from kvlease.simulation.loop import Process
 from kvlease.simulation.world import MODEL, World
+
+PATIENCE_S = 30.0
+"""After this a client leaves: longer than any turn takes while its router runs."""
 
 _WORDS = (
     "the",
@@ -42,10 +46,10 @@ def cold_reply(token_ids: Sequence[int], max_tokens: int, block_size: int) -> li
     for _ in range(max_tokens):
         while len(tokens) - done >= block_size:
             block = tokens[done : done + block_size]
-            state = model.attend(state, [model.compute(state, block)])
+            state = model.attend(state, model.compute(state, block))
             done += block_size
         rest = tokens[done:]
-        sample = model.sample(model.attend(state, [model.compute(state, rest)]) if rest else state)
+        sample = model.sample(model.attend(state, model.compute(state, rest)) if rest else state)
         samples.append(sample)
         tokens.append(sample.token_id)
     return samples
@@ -94,70 +98,144 @@ class Tally:
     wrong: list[str] = field(default_factory=list[str])
 
 
-class Client:
-    """One conversation after another, each turn compared with a cold run."""
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One turn of a client.
 
-    def __init__(self, world: World, number: int, tally: Tally) -> None:
+    Attributes:
+        patience_s: after this the client leaves.
+    """
+
+    conversation_id: str
+    messages: Sequence[dict[str, Any]]
+    max_tokens: int
+    stream: bool
+    patience_s: float
+
+
+class Clients:
+    """Conversations over the routers of a world; every answer is compared with a cold run."""
+
+    def __init__(self, world: World, tally: Tally) -> None:
         self._world = world
-        self._random = Random(world.random.random())
         self._tally = tally
-        self._number = number
         settings = world.settings.engine()
-        self._tokens_max = settings.block_size * settings.total_blocks // 2
+        self._block_size = settings.block_size
+        self.tokens_max = settings.block_size * settings.total_blocks // 2
+
+    async def turn(self, tenant: str, router: str, ask: Ask) -> str | None:
+        """What was said, or None when it failed or was given up."""
+        world, tally = self._world, self._tally
+        body = {
+            "model": MODEL,
+            "messages": list(ask.messages),
+            "max_tokens": ask.max_tokens,
+            "logprobs": True,
+            "stream": ask.stream,
+        }
+        request = parse_turn(Api.CHAT, json.dumps(body).encode(), tenant, ask.conversation_id)
+        request_id = f"{ask.conversation_id}-{len(ask.messages)}"
+        client, process = RecordingClient(), world.network.processes.get(router)
+        tally.turns += 1
+        if process is not None and not await self._answered(
+            process, world.runner(process).run(request, RequestHead(request_id, {}), client), ask.patience_s
+        ):
+            tally.aborted += 1
+            return None
+        said = client.logprobs()
+        world.network.note(f"{request_id} {client.status} {said}")
+        if said is None:
+            tally.errors += 1
+            return None
+        right = cold_reply(tokens_of_messages(ask.messages), ask.max_tokens, self._block_size)
+        if said != [(sample.text, sample.logprob) for sample in right]:
+            tally.wrong.append(f"(a) turn {request_id} differs from a cold run")
+        return "".join(token for token, _ in said)
+
+    async def _answered(self, process: Process, work: Coroutine[Any, Any, None], patience_s: float) -> bool:
+        """Lets a router work. False when the client left first; a router that dies has answered, badly."""
+        running = self._world.network.spawn(process, work)
+        died = asyncio.ensure_future(process.died.wait())
+        await asyncio.wait({running, died}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        died.cancel()
+        if running.done() or process.dead:
+            return True
+        process.post(running.cancel)
+        return False
+
+
+class Client:
+    """One conversation after another."""
+
+    def __init__(self, world: World, clients: Clients, number: int) -> None:
+        self._world = world
+        self._clients = clients
+        self._random = Random(world.random.random())
+        self._number = number
         self._tenant = tenant_digest(f"tenant-{number % 2}")
 
     async def run(self, until_s: float) -> None:
         """Talks until the virtual time `until_s`."""
-        loop, random, count = asyncio.get_running_loop(), self._random, 0
-        while loop.time() < until_s:
+        loop, random, count = self._world.loop, self._random, 0
+        while loop.virtual_s < until_s:
             count += 1
-            messages: list[dict[str, Any]] = [{"role": "system", "content": self._text(10, 40)}]
-            for _ in range(random.randint(2, 8)):
-                messages.append({"role": "user", "content": self._text(2, 120)})
+            messages: list[dict[str, Any]] = [{"role": "system", "content": self._text(5, 30)}]
+            for _ in range(random.randint(2, 6)):
+                messages.append({"role": "user", "content": self._text(2, 100)})
                 reply = await self._turn(messages, f"client-{self._number}-{count}")
-                if reply is None or loop.time() >= until_s:
-                    await asyncio.sleep(1.0)
+                if reply is None or loop.virtual_s >= until_s:
+                    await asyncio.sleep(0.5)
                     break
                 messages.append({"role": "assistant", "content": reply})
-                if len(tokens_of_messages(messages)) > self._tokens_max:
+                if len(tokens_of_messages(messages)) > self._clients.tokens_max:
                     break
                 if random.random() < 0.1:
                     messages[random.randrange(len(messages))]["content"] = self._text(2, 40)
-                await asyncio.sleep(random.choice([0.0, 0.5, 2.0, 8.0, 25.0]) * random.random())
+                await asyncio.sleep(random.choice([0.0, 0.3, 1.0, 3.0, 9.0]) * random.random())
 
     async def _turn(self, messages: Sequence[dict[str, Any]], conversation_id: str) -> str | None:
-        """One turn. What was said, or None when it failed or was aborted."""
-        world, random = self._world, self._random
-        max_tokens = random.randint(2, 24)
-        body = {
-            "model": MODEL,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "logprobs": True,
-            "stream": random.random() < 0.7,
-        }
-        request = parse_turn(Api.CHAT, json.dumps(body).encode(), self._tenant, conversation_id)
-        client, head = RecordingClient(), RequestHead(f"{conversation_id}-{len(messages)}", {})
-        self._tally.turns += 1
-        bound_s = random.uniform(0.05, 2.0) if random.random() < 0.05 else None
-        try:
-            async with asyncio.timeout(bound_s):
-                await random.choice(world.runners).run(request, head, client)
-        except TimeoutError:
-            self._tally.aborted += 1
-            return None
-        said = client.logprobs()
-        if said is None:
-            self._tally.errors += 1
-            return None
-        block_size = world.settings.engine().block_size
-        right = cold_reply(tokens_of_messages(messages), max_tokens, block_size)
-        if said != [(sample.text, sample.logprob) for sample in right]:
-            self._tally.wrong.append(f"turn {head.request_id} differs from a cold run")
-        return "".join(token for token, _ in said)
+        random = self._random
+        hasty = random.random() < 0.07
+        ask = Ask(
+            conversation_id,
+            messages,
+            max_tokens=random.randint(2, 8),
+            stream=random.random() < 0.7,
+            patience_s=random.uniform(0.05, 2.0) if hasty else PATIENCE_S,
+        )
+        return await self._clients.turn(self._tenant, random.choice(self._world.routers), ask)
 
     def _text(self, least: int, most: int) -> str:
         return " ".join(self._random.choice(_WORDS) for _ in range(self._random.randint(least, most)))
+
+
+class Survivor:
+    """A conversation after all is repaired: its second turn reuses the first, also past a lease's duration."""
+
+    def __init__(self, world: World, clients: Clients, number: int) -> None:
+        self._world = world
+        self._clients = clients
+        self._number = number
+
+    async def run(self, pause_s: float, suffix_words: int) -> None:
+        """Two turns with a pause between them."""
+        world, router = self._world, self._world.routers[self._number % len(self._world.routers)]
+        conversation_id, tenant = f"survivor-{self._number}", tenant_digest("tenant-0")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": " ".join(_WORDS) * 3}]
+        for turn in range(2):
+            ask = Ask(conversation_id, messages, max_tokens=8, stream=True, patience_s=PATIENCE_S)
+            reply = await self._clients.turn(tenant, router, ask)
+            if reply is None:
+                world.promises.broken("f", f"turn {turn + 1} of {conversation_id} failed after the repair")
+                return
+            messages.append({"role": "assistant", "content": reply})
+            messages.append({"role": "user", "content": " ".join(_WORDS[:5]) + " so" * suffix_words})
+            await asyncio.sleep(0.0 if turn else pause_s)
+        conversations = world.services(world.network.processes[router]).conversations
+        conversation = conversations.find(tenant, conversation_id)
+        record = conversation.turns[-1] if conversation is not None else None
+        if record is None or not record.reused_tokens:
+            self._world.promises.broken("f", f"{conversation_id} reused nothing after the repair: {record}")
 
 
 def _events(data: bytes) -> list[Any] | None:

@@ -1,6 +1,7 @@
-"""One simulated fleet: the production registry, sidecars and routers, with simulated engines, on one virtual loop."""
+"""One simulated fleet: the production registries, sidecars and routers, with simulated engines, on one virtual loop."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -9,36 +10,56 @@ from kvlease.core.records import EngineRole, KvLocation
 from kvlease.core.renewal import RenewalTable
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.registry import Registry
-from kvlease.router.background import Background
+from kvlease.router.assembly import lasting_tasks, make_services
 from kvlease.router.config import RouterConfig
-from kvlease.router.conversations import ConversationTable
-from kvlease.router.engines import EngineTable
-from kvlease.router.heartbeat import Heartbeat
-from kvlease.router.metrics import TurnMetrics
 from kvlease.router.runner import TurnRunner
 from kvlease.router.turn import TurnServices
-from kvlease.router.watch import follow
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.sidecar import Sidecar
-from kvlease.sim.engine import EngineSettings, SimEngine
+from kvlease.sim.engine import EngineSettings
 from kvlease.sim.reader import ReaderLimits
-from kvlease.simulation.attachment import Attachment
-from kvlease.simulation.engines import TICK_S, Observed, WatchedEngine
-from kvlease.simulation.loop import DriftingClock
+from kvlease.simulation.attachment import stay_attached
+from kvlease.simulation.http import SimEngines
+from kvlease.simulation.loop import Process, VirtualLoop
 from kvlease.simulation.network import NetworkSettings, SimNetwork
-from kvlease.simulation.transports import (
-    SeededRandom,
-    SimEngines,
-    SimPins,
-    SimRegistryPort,
-    SimSidecars,
-    SimTransfers,
-)
-from kvlease.store.memory import MemoryStore
+from kvlease.simulation.promises import Promises
+from kvlease.simulation.store import STORE, SimStore
+from kvlease.simulation.transports import SeededRandom, SimPins, SimRegistryPort, SimSidecars, SimTransfers
+from kvlease.simulation.watched import WatchedEngine, WatchedRenewals, WatchedStore
 
 MODEL = "sim"
-STARTED_S = 2.0
-"""Every engine is attached and known to the router after this."""
+
+TICK_S = 0.5
+"""Engines look at their deadlines this often while nobody asks."""
+
+ROUTER = RouterConfig(
+    heartbeat_interval_s=1.5,
+    lease_duration_s=6.0,
+    reservation_s=6.0,
+    provisional_s=2.0,
+    gap_floor_s=8.0,
+    gap_cap_s=12.0,
+    tool_call_max_s=12.0,
+    prefill_timeout_s=20.0,
+    turn_timeout_s=60.0,
+    suspect_s=1.0,
+)
+"""Durations of a third of the defaults, in the same relations: more happens in the same virtual time."""
+
+REGISTRY = RegistryConfig(heartbeat_interval_s=1.5, lease_duration_s=6.0, renew_call_s=1.2)
+SIDECAR = SidecarConfig(engine_ttl_s=4.0, allow_loopback=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the fleet is made of; tests plant bugs in it."""
+
+    engine: type[WatchedEngine] = WatchedEngine
+    sidecar: type[Sidecar] = Sidecar
+    registry: type[Registry] = Registry
+    renewals: type[WatchedRenewals] = WatchedRenewals
+    transfers: type[SimTransfers] = SimTransfers
+    store: type[WatchedStore] = WatchedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +68,25 @@ class WorldSettings:
 
     Attributes:
         duration_s: virtual seconds during which clients talk and faults happen.
+        fault_every_s: mean time between two faults.
         read_s: what a READ takes usually, and at worst.
-        engine_class: the engine; tests plant bugs in it.
     """
 
     seed: int
-    duration_s: float = 120.0
+    duration_s: float = 15.0
     prefill: int = 1
     decode: int = 2
-    clients: int = 4
+    clients: int = 3
     routers: int = 2
+    registries: int = 2
     faults: bool = True
-    total_blocks: int = 220
-    read_s: tuple[float, float] = (0.5, 6.0)
-    engine_class: type[WatchedEngine] = WatchedEngine
+    fault_every_s: float = 1.0
+    total_blocks: int = 160
+    read_s: tuple[float, float] = (0.5, 5.0)
+    read_part_s: float = 3.0
     network: NetworkSettings = field(default_factory=NetworkSettings)
-    router: RouterConfig = field(default_factory=RouterConfig)
+    router: RouterConfig = ROUTER
+    parts: Parts = field(default_factory=Parts)
 
     def engine(self) -> EngineSettings:
         """The settings of every engine."""
@@ -73,180 +97,168 @@ class WorldSettings:
             prefill_token_s=2e-4,
             decode_step_s=0.02,
             reading_cap=0.5,
-            lifetime_max_s=60.0,
-            reader=ReaderLimits(read_part_s=4.0, threshold_tokens=64),
+            lifetime_max_s=30.0,
+            reader=ReaderLimits(read_part_s=self.read_part_s, threshold_tokens=64),
         )
-
-
-@dataclass
-class EngineNode:
-    """An engine's place in the fleet; the process in it changes."""
-
-    name: str
-    sidecar_name: str
-    role: EngineRole
-    engine: WatchedEngine | None = None
-    sidecar: Sidecar | None = None
-    attachment: Attachment | None = None
-    died: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list["asyncio.Task[None]"] = field(default_factory=list["asyncio.Task[None]"])
 
 
 class World:
-    """Starts, breaks and repairs the parts. `Nodes` of the transports."""
+    """Starts, kills and finds the processes. `Programs` of the transports."""
 
-    def __init__(self, settings: WorldSettings) -> None:
+    def __init__(self, settings: WorldSettings, loop: VirtualLoop) -> None:
         self.settings = settings
+        self.loop = loop
         self.random = Random(settings.seed)
-        self.network = SimNetwork(Random(self.random.random()), settings.network)
-        self.observed = Observed()
-        self.store = MemoryStore()
-        self.nodes: dict[str, EngineNode] = {}
-        self.routers: list[TurnServices] = []
-        self.runners: list[TurnRunner] = []
-        self._registry: Registry | None = None
+        self.promises = Promises()
+        self.network = SimNetwork(loop, Random(self.random.random()), settings.network)
+        self.store = settings.parts.store()
+        self.store.promises = self.promises
+        self.roles: dict[str, EngineRole] = {}
+        self._engines: dict[Process, WatchedEngine] = {}
+        self._sidecars: dict[Process, Sidecar] = {}
+        self._registries: dict[Process, Registry] = {}
+        self._routers: dict[Process, TurnRunner] = {}
+        self._services: dict[Process, TurnServices] = {}
 
-    # --- Nodes --------------------------------------------------------------------------------------------
+    # --- who there is -------------------------------------------------------------------------------------
 
-    def sidecar(self, name: str) -> Sidecar | None:
-        """The sidecar process of a node."""
-        found = [node.sidecar for node in self.nodes.values() if node.sidecar_name == name]
-        return found[0] if found else None
+    @property
+    def routers(self) -> list[str]:
+        """Names of the routers' processes."""
+        return [f"router-{number}" for number in range(self.settings.routers)]
 
-    def engine(self, name: str) -> SimEngine | None:
-        """The engine process of a node."""
-        node = self.nodes.get(name)
-        return node.engine if node else None
+    @property
+    def registries(self) -> list[str]:
+        """Names of the registries' processes."""
+        return [f"registry-{number}" for number in range(self.settings.registries)]
 
-    def registry(self) -> Registry | None:
-        """The registry process."""
-        return self._registry
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines' processes."""
+        return list(self.roles)
 
-    async def gone(self, name: str) -> None:
-        """Returns when the process that runs on a node has died."""
-        await self.nodes[name].died.wait()
+    @property
+    def sidecars(self) -> list[str]:
+        """Names of the sidecars' processes."""
+        return [sidecar_of(name) for name in self.roles]
+
+    def engine(self, process: Process) -> WatchedEngine:
+        """The engine that runs in a process."""
+        return self._engines[process]
+
+    def sidecar(self, process: Process) -> Sidecar:
+        """The sidecar that runs in a process."""
+        return self._sidecars[process]
+
+    def registry(self, process: Process) -> Registry:
+        """The registry that runs in a process."""
+        return self._registries[process]
+
+    def runner(self, process: Process) -> TurnRunner:
+        """The router that runs in a process."""
+        return self._routers[process]
+
+    def services(self, process: Process) -> TurnServices:
+        """The parts of the router that runs in a process."""
+        return self._services[process]
 
     # --- life ---------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Starts everything."""
-        roles = [EngineRole.PREFILL] * self.settings.prefill + [EngineRole.DECODE] * self.settings.decode
-        self.start_registry()
-        for number, role in enumerate(roles):
+        settings = self.settings
+        self.network.start(STORE)
+        for name in self.registries:
+            self.start_registry(name)
+        for number in range(settings.prefill + settings.decode):
+            role = EngineRole.PREFILL if number < settings.prefill else EngineRole.DECODE
             name = f"{role.value}-{number}"
-            self.nodes[name] = EngineNode(name, f"sidecar-{number}", role)
+            self.roles[name] = role
             self.start_sidecar(name)
             self.start_engine(name)
-        for number in range(self.settings.routers):
-            self.start_router(f"router-{number}")
-        await asyncio.sleep(STARTED_S)
+        for name in self.routers:
+            self.start_router(name)
 
-    async def stop(self) -> None:
-        """Ends every task."""
-        for name in self.nodes:
-            await self.kill_engine(name)
-        if self._registry is not None:
-            await self._registry.close()
-        for router in self.routers:
-            await router.background.close()
-        await self.network.close()
+    def start_registry(self, name: str) -> None:
+        """Starts a registry."""
 
-    def start_registry(self) -> None:
-        """Starts a registry; it takes the place of the one before."""
-        sidecars = SimSidecars(self.network, self, "registry")
-        self._registry = Registry(RegistryConfig(), self.store, sidecars, self._clock())
+        def make(process: Process) -> None:
+            sidecars = SimSidecars(self.network, self)
+            registry = self.settings.parts.registry(REGISTRY, self._store_port(), sidecars, process)
+            self._registries[process] = registry
+            self.network.spawn(process, registry.follow_engines())
 
-    def start_sidecar(self, name: str) -> None:
-        """Starts the sidecar of a node."""
-        node = self.nodes[name]
-        config = SidecarConfig(role=node.role, engine_url=f"http://{name}", allow_loopback=True)
-        peers = SimSidecars(self.network, self, node.sidecar_name)
-        node.sidecar = Sidecar(config, node.sidecar_name, self.store, peers, self._clock())
+        self._start(name, make)
 
-    def kill_sidecar(self, name: str) -> None:
-        """Kills the sidecar of a node: its streams break."""
-        node = self.nodes[name]
-        node.sidecar = None
-        if node.attachment is not None:
-            node.attachment.close("the sidecar died")
+    def start_sidecar(self, engine_name: str) -> None:
+        """Starts the sidecar of an engine."""
+        name = sidecar_of(engine_name)
 
-    def start_engine(self, name: str) -> None:
-        """Starts an engine process with ids of its own."""
-        node = self.nodes[name]
+        def make(process: Process) -> None:
+            config = SidecarConfig(
+                role=self.roles[engine_name],
+                engine_url=f"http://{engine_name}",
+                engine_ttl_s=SIDECAR.engine_ttl_s,
+                allow_loopback=SIDECAR.allow_loopback,
+            )
+            peers = SimSidecars(self.network, self)
+            self._sidecars[process] = self.settings.parts.sidecar(
+                config, name, self._store_port(), peers, process
+            )
+
+        self._start(name, make)
+
+    def start_engine(self, name: str, engine_id: str = "") -> None:
+        """Starts an engine process, with ids of its own unless `engine_id` is configured."""
         ids = SeededRandom(self.random)
-        pins = SimPins(self.network, self, (name, node.sidecar_name), wait_s=1.0)
-        transfers = SimTransfers(self.network, self, name, Random(self.random.random()), self.settings.read_s)
-        engine = self.settings.engine_class(
-            self.settings.engine(),
-            Holder(ids.text_id(), ids.text_id(), 1),
-            KvLocation(name, 1),
-            self._clock(),
-            pins,
-            transfers,
+        holder = Holder(engine_id or ids.text_id(), ids.text_id(), 1)
+        transfers = self.settings.parts.transfers(
+            self.network, self, Random(self.random.random()), self.settings.read_s
         )
-        engine.watch(self.observed)
-        node.engine, node.died = engine, asyncio.Event()
-        node.tasks = [
-            self.network.spawn(self._stay_attached(node, engine)),
-            self.network.spawn(_tick(engine)),
-        ]
 
-    async def kill_engine(self, name: str) -> None:
-        """Kills the engine process of a node: its memory is gone."""
-        node = self.nodes[name]
-        engine, node.engine = node.engine, None
-        if engine is None:
-            return
-        node.died.set()
-        if node.attachment is not None:
-            node.attachment.close("the engine died")
-        for task in node.tasks:
-            task.cancel()
-        await asyncio.gather(*node.tasks, return_exceptions=True)
-        await engine.close()
+        def make(process: Process) -> None:
+            pins = SimPins(self.network, self, sidecar_of(name), wait_s=1.0)
+            engine = self.settings.parts.engine(
+                self.settings.engine(), holder, KvLocation(name, 1), process, pins, transfers
+            )
+            engine.begin_watch(self.promises, self.loop, process)
+            self._engines[process] = engine
+            self.network.spawn(process, stay_attached(self.network, engine, sidecar_of(name), self.sidecar))
+            self.network.spawn(process, _tick(engine))
+
+        self._start(name, make)
 
     def start_router(self, name: str) -> None:
         """Starts a router with empty tables."""
         config, random = self.settings.router, SeededRandom(Random(self.random.random()))
-        policy, clock = config.renewal_policy(), self._clock()
-        registry = SimRegistryPort(self.network, self, name, random.text_id(), policy)
-        renewals, engines = RenewalTable(policy), EngineTable(clock, config.suspect_s)
-        conversations = ConversationTable(clock, renewals, engines, random, config.conversations_max)
-        heartbeat = Heartbeat(renewals, registry, clock, policy.interval_s)
-        router = TurnServices(
-            clock=clock,
-            engines=engines,
-            conversations=conversations,
-            renewals=renewals,
-            heartbeat=heartbeat,
-            registry=registry,
-            engine_port=SimEngines(self.network, self, name),
-            random=random,
-            background=Background(),
-            metrics=TurnMetrics(),
-            policy=policy,
-            limits=config.turn_limits(),
-        )
-        self.routers.append(router)
-        self.runners.append(TurnRunner(router))
-        self.network.spawn(heartbeat.run())
-        self.network.spawn(follow("engines", registry.watch_engines, engines.apply))
-        self.network.spawn(follow("leases", registry.watch_leases, conversations.apply))
+        replicas = self.random.sample(self.registries, len(self.registries))
+
+        def make(process: Process) -> None:
+            policy = config.renewal_policy()
+            registry = SimRegistryPort(self.network, self, replicas, random.text_id(), policy)
+            renewals: RenewalTable = self.settings.parts.renewals(policy, self.promises, process)
+            engine_port = SimEngines(self.network, self)
+            services = make_services(config, process, registry, engine_port, random, renewals=renewals)
+            self._services[process] = services
+            self._routers[process] = TurnRunner(services)
+            for work in lasting_tasks(services):
+                self.network.spawn(process, work)
+
+        self._start(name, make)
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _clock(self) -> DriftingClock:
-        loop = asyncio.get_running_loop()
-        return DriftingClock(loop, self.random.uniform(0, 1e4), self.random.uniform(0.9, 1.1))
+    def _start(self, name: str, make: Callable[[Process], None]) -> None:
+        process = self.network.start(name)
+        process.run(lambda: make(process))
 
-    async def _stay_attached(self, node: EngineNode, engine: WatchedEngine) -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            blocked = self.network.is_blocked(node.name, node.sidecar_name)
-            if node.sidecar is None or blocked or self.network.is_blocked(node.sidecar_name, node.name):
-                continue
-            node.attachment = Attachment(self.network, engine, (node.name, node.sidecar_name))
-            await node.attachment.hold(node.sidecar)
+    def _store_port(self) -> SimStore:
+        return SimStore(self.network, self.store)
+
+
+def sidecar_of(engine_name: str) -> str:
+    """The name of the process of an engine's sidecar."""
+    return f"sidecar-{engine_name}"
 
 
 async def _tick(engine: WatchedEngine) -> None:

@@ -15,7 +15,7 @@ class Feed(Generic[Item]):
     def __init__(self, snapshot: Callable[[], Iterator[Item]], queue_max: int) -> None:
         self._snapshot: Callable[[], Iterator[Item]] = snapshot
         self._queue_max = queue_max
-        self._watchers: set[_Watcher[Item]] = set()
+        self._watchers: dict[_Watcher[Item], None] = {}  # in order, so that a simulation repeats
 
     def publish(self, changes: tuple[Change[Item], ...]) -> None:
         """Hands one transaction's changes to every watcher."""
@@ -27,11 +27,11 @@ class Feed(Generic[Item]):
     def watch(self) -> Generator[AsyncIterator[Batch[Item]], None, None]:
         """A watcher for as long as the context lasts."""
         watcher = _Watcher(self.snapshot)
-        self._watchers.add(watcher)
+        self._watchers[watcher] = None
         try:
             yield watcher
         finally:
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
 
     def snapshot(self) -> Batch[Item]:
         """All there is."""

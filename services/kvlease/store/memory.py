@@ -176,14 +176,14 @@ class MemorySession:
         self._engine_id = engine_id
         self._ttl_s = ttl_s
         self._ended = False
-        self._timer = asyncio.get_running_loop().call_later(ttl_s, self._vanish)
+        self._timer = asyncio.get_running_loop().call_later(ttl_s, self.revoke)
 
     async def renew(self) -> bool:
         """Keeps the session for another time to live. False when it is over."""
         if not self._lives():
             return False
         self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._ttl_s, self._vanish)
+        self._timer = asyncio.get_running_loop().call_later(self._ttl_s, self.revoke)
         return True
 
     async def put_engine(self, engine: Engine) -> None:
@@ -205,7 +205,7 @@ class MemorySession:
 
     async def end(self) -> None:
         """Removes the registration and every record of the session in one event."""
-        self._vanish()
+        self.revoke()
 
     def _lives(self) -> bool:
         return not self._ended and self._store.owns(self, self._engine_id)
@@ -214,7 +214,8 @@ class MemorySession:
         if not self._lives():
             raise StoreUnavailable(f"the session of engine {self._engine_id} is over")
 
-    def _vanish(self) -> None:
+    def revoke(self) -> None:
+        """Ends the session from the store's side, in one event. Idempotent."""
         if not self._ended:
             self._ended = True
             self._timer.cancel()
