@@ -11,6 +11,7 @@ from kvlease.core.lease import MissReason
 from kvlease.core.renewal import Beat, Belief, RenewalPolicy, RenewalTable
 from kvlease.router import heartbeat as heartbeat_module
 from kvlease.router.heartbeat import Heartbeat
+from kvlease.router.ports import BeatAck
 from kvlease.runtime.clock import LoopClock
 from stubs.registry import StubRegistry, StubRenewals
 from stubs.waiting import eventually
@@ -105,3 +106,40 @@ async def test_a_broken_stream_is_opened_again_with_a_complete_beat(
     first, second = registry.beats[:2]
     assert (second.full, second.epoch) == (True, first.epoch + 1)
     assert registry.confirmed[:2] == [7, 7]
+
+
+class SilentRegistry(StubRegistry):
+    """Answers no beat of its first stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams = 0
+
+    @asynccontextmanager
+    async def renew(self) -> AsyncIterator[StubRenewals]:
+        self.streams += 1
+        yield SilentRenewals(self) if self.streams == 1 else StubRenewals(self)
+
+
+class SilentRenewals(StubRenewals):
+    async def acks(self) -> AsyncIterator[BeatAck]:
+        await asyncio.Event().wait()
+        yield BeatAck(0)
+
+
+async def test_a_registry_that_answers_no_beat_is_left_before_its_leases_end(
+    table: RenewalTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(heartbeat_module, "SILENCE_MAX_S", 0.01)
+    registry = SilentRegistry()
+    table.expect(LoopClock().now_s(), 7, "d")
+    async with running(table, registry, LONG_S):
+        await eventually(lambda: table.belief(LoopClock().now_s(), 7) is Belief.HELD)
+    assert [beat.full for beat in registry.beats[:2]] == [True, True]
+
+
+def test_a_registry_may_fall_silent_and_no_belief_in_a_lease_ends() -> None:
+    policy = RenewalPolicy()
+    left_after_s = policy.interval_s + heartbeat_module.SILENCE_MAX_S + heartbeat_module.RECONNECT_S
+    assert left_after_s < 0.8 * policy.duration_s

@@ -1,6 +1,6 @@
 """`kvlease bench leases`: many leases renewed through one registry, pins meanwhile, and the end of half of them.
 
-One registry and one sidecar as processes over a real etcd; the engines and the router are in this process, so that
+One registry and two sidecars as processes over a real etcd; the engines and the router are in this process, so that
 what they need delays answers, too. Times are milliseconds. A renewal's time is from before the heartbeat is sent until
 the table of an engine has applied it; a pin's is the caller's.
 """
@@ -12,11 +12,12 @@ import secrets
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 
 from kvlease.bench.lease_fleet import TENANT, LeaseFleet, TimedEngine, lease_fleet, share
 from kvlease.bench.machine import machine
+from kvlease.core.errors import HolderUnreachable
 from kvlease.core.holding import PinAsk
 from kvlease.core.records import Pinned
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
@@ -77,6 +78,11 @@ class Asked:
     seconds: float
     patience_s: float
 
+    @property
+    def beats(self) -> int:
+        """Heartbeats of one measurement."""
+        return max(1, round(self.seconds / POLICY.interval_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -106,6 +112,7 @@ class Phase:
         registry_cores: CPU seconds of the registry process per second.
         etcd_writes_a_second: proposals that etcd committed.
         missed: renewals that some holder did not apply.
+        missed_pins: pins that were not taken, each a turn that would have been recomputed.
     """
 
     leases: int
@@ -114,6 +121,7 @@ class Phase:
     renewal: Spread
     pin: Spread
     missed: int
+    missed_pins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +169,15 @@ class LeaseFigures:
 
 async def measure(asked: Asked) -> LeaseFigures:
     """Runs the three measurements on one fleet."""
-    few_ids, all_ids = range(1, asked.leases // 100 + asked.engines), range(1, asked.leases + 1)
+    few_ids, all_ids = range(1, asked.leases // 100 + asked.engines + 1), range(1, asked.leases + 1)
     async with lease_fleet() as fleet, router_of(fleet) as router:
         for number in range(asked.engines):
-            await fleet.attach(TimedEngine(number, router.clock))
+            # Those that end have a sidecar of their own, as on another machine.
+            await fleet.attach(TimedEngine(number, router.clock), int(number >= asked.engines // 2))
         await router.hold(few_ids, asked.patience_s)
-        few = await router.phase(lambda: asyncio.sleep(asked.seconds))
+        few = await router.phase(lambda: router.keep_beating(asked.beats))
         await router.hold(all_ids[len(few_ids) :], asked.patience_s)
-        many = await router.phase(lambda: asyncio.sleep(asked.seconds))
+        many = await router.phase(lambda: router.keep_beating(asked.beats))
         ending = fleet.engines[asked.engines // 2 :]
         left = asked.leases - sum(len(engine.lease_ids) for engine in ending)
         began_s, purged_s = router.clock.now_s(), 0.0
@@ -179,7 +188,7 @@ async def measure(asked: Asked) -> LeaseFigures:
             await router.until_recorded(left, asked.patience_s)
             nonlocal purged_s
             purged_s = router.clock.now_s() - began_s
-            await asyncio.sleep(POLICY.interval_s)  # a heartbeat comes after it
+            await router.keep_beating(1)
 
         purge = await router.phase(end_half)
         return LeaseFigures(few, many, purge, asked.leases - left, round(purged_s, 2))
@@ -198,6 +207,7 @@ class BenchRouter:
     renewals_s: list[float] = field(default_factory=list[float])
     pins_s: list[float] = field(default_factory=list[float])
     missed: int = 0
+    missed_pins: int = 0
     acks: asyncio.Queue[BeatAck] = field(default_factory=lambda: asyncio.Queue[BeatAck](1))
 
     async def hold(self, lease_ids: Sequence[int], patience_s: float) -> None:
@@ -224,17 +234,17 @@ class BenchRouter:
     async def phase(self, during: Callable[[], Awaitable[None]]) -> Phase:
         """Measures while something lasts."""
         leases = len(self.table)
-        self.renewals_s, self.pins_s, self.missed = [], [], 0
+        self.renewals_s, self.pins_s = [], []
+        self.missed = self.missed_pins = 0
         before_s, cpu_s, writes = (
             self.clock.now_s(),
             self.fleet.registry_cpu_s(),
             await self.fleet.etcd_writes(),
         )
         async with asyncio.TaskGroup() as group:
-            helpers = [group.create_task(self.keep_beating()), group.create_task(self.keep_pinning())]
+            pinning = group.create_task(self.keep_pinning())
             await during()
-            for helper in helpers:
-                helper.cancel()
+            pinning.cancel()
         lasted_s = self.clock.now_s() - before_s
         return Phase(
             leases,
@@ -243,6 +253,7 @@ class BenchRouter:
             Spread.of(self.renewals_s),
             Spread.of(self.pins_s),
             self.missed,
+            self.missed_pins,
         )
 
     async def beat_until_held(self) -> None:
@@ -256,11 +267,12 @@ class BenchRouter:
         self.missed += misses
         return misses
 
-    async def keep_beating(self) -> None:
-        """A heartbeat per interval until cancelled, the first one within it."""
-        while True:
-            await asyncio.sleep(POLICY.interval_s)
+    async def keep_beating(self, beats: int) -> None:
+        """So many heartbeats, an interval from one to the next."""
+        for _ in range(beats):
+            due = asyncio.create_task(asyncio.sleep(POLICY.interval_s))
             self.missed_by(await self.beat())
+            await due
 
     async def beat(self) -> int:
         """One heartbeat and its ack. The leases that were not renewed."""
@@ -284,9 +296,9 @@ class BenchRouter:
             before_s = self.clock.now_s()
             outcome = await self.registry.pin(ask, 0.0)
             self.pins_s.append(self.clock.now_s() - before_s)
-            if not isinstance(outcome, Pinned):
-                self.missed += 1
-            await self.registry.unpin(ask.holder, lease_id, ask.pin_id)
+            self.missed_pins += not isinstance(outcome, Pinned)
+            with suppress(HolderUnreachable):  # the pin's deadline ends it
+                await self.registry.unpin(ask.holder, lease_id, ask.pin_id)
             number += 1
             await asyncio.sleep(PIN_EVERY_S)
 
@@ -319,7 +331,7 @@ class BenchRouter:
 async def router_of(fleet: LeaseFleet) -> AsyncGenerator[BenchRouter, None]:
     """A router's side of a fleet whose registry may still be starting."""
     channels = Channels(Identity.REGISTRY)
-    registry = GrpcRegistry(channels, fleet.registry_address, secrets.token_hex(8), POLICY, CALL_S)
+    registry = GrpcRegistry(channels, (fleet.registry_address,), secrets.token_hex(8), POLICY, CALL_S)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(channels.close)
         channel = await channels.get(fleet.registry_address)

@@ -35,8 +35,15 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     """Settings of one router. All durations are seconds."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the OpenAI API; port 0: any free one")
+    workers: int = setting(
+        1, "processes that share the address; one uses one core, and each has its own limits and metrics"
+    )
+    share_listen: bool = setting(False, "other processes may listen at the address, too; workers do")
     grpc_listen: str = setting("127.0.0.1:7710", "host:port of the RoutingService; port 0: any free one")
-    registry: str = setting("127.0.0.1:7700", "host:port of a registry")
+    registry: str = setting(
+        "127.0.0.1:7700",
+        "host:port of each registry, with commas; one is asked until it fails, then the next",
+    )
     registry_call_s: float = setting(0.5, "bound of one call to the registry; a readback waits for its pin")
     append_tokens_max: int = setting(512, "longest suffix that a decode engine prefills itself")
     reuse_tokens_min: int = setting(64, "leases of fewer tokens are not worth a READ")
@@ -164,6 +171,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "decode_running_max",
             "prefill_timeout_s",
             "keys_poll_s",
+            "workers",
             "stall_s",
             "probe_interval_s",
             "probe_timeout_s",
@@ -179,9 +187,14 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "tenant_metrics_max",
         ):
             require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")
-        for name in ("listen", "grpc_listen", "registry"):
-            value = getattr(self, name)
+        require(bool(self.registries()), f"registry ({self.registry!r}) must name at least one host:port")
+        addresses = [("registry", address) for address in self.registries()]
+        for name, value in (("listen", self.listen), ("grpc_listen", self.grpc_listen), *addresses):
             require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
+
+    def registries(self) -> tuple[str, ...]:
+        """Addresses of the registries."""
+        return tuple(address for part in self.registry.split(",") if (address := part.strip()))
 
     def renewal_policy(self) -> RenewalPolicy:
         """The durations of the heartbeat.

@@ -5,12 +5,15 @@ import contextlib
 import logging
 
 from kvlease.core.clock import Clock
-from kvlease.core.errors import KvleaseError
+from kvlease.core.errors import HolderUnreachable, KvleaseError
 from kvlease.core.renewal import RenewalTable
 from kvlease.router.ports import RegistryPort, RenewalStream
 
 RETRY_S = 0.2
 RECONNECT_S = 1.0
+SILENCE_MAX_S = 6.0
+"""A registry that answers no beat for longer is left: two of its calls to a holder that hangs, one after the
+other, take 4.25 s."""
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._woken = asyncio.Event()
         self._broken = False
+        self._unanswered_s: float | None = None
 
     def wake(self) -> None:
         """A lease waits for its confirmation: the next beat goes out at once."""
@@ -47,11 +51,15 @@ class Heartbeat:
             await asyncio.sleep(RECONNECT_S)
 
     async def _converse(self, stream: RenewalStream) -> None:
+        self._unanswered_s = None
         receiver = asyncio.create_task(self._receive(stream))
         try:
             while not receiver.done():
                 self._woken.clear()
-                await stream.send(self._table.beat(self._clock.now_s()))
+                now_s = self._clock.now_s()
+                if self._unanswered_s is None:
+                    self._unanswered_s = now_s
+                await stream.send(self._table.beat(now_s))
                 await self._pause(receiver)
             receiver.result()
         finally:
@@ -60,18 +68,30 @@ class Heartbeat:
                 await receiver
 
     async def _pause(self, receiver: asyncio.Task[None]) -> None:
-        """Until the next beat is due: an interval, less when woken."""
+        """Until the next beat is due: an interval, less when woken.
+
+        Raises:
+            HolderUnreachable: the registry is silent.
+        """
+        due_s = self._clock.now_s() + self._interval_s
         waker = asyncio.create_task(self._woken.wait())
         try:
-            await asyncio.wait(
-                {waker, receiver}, timeout=self._interval_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            while not (waker.done() or receiver.done()) and (now_s := self._clock.now_s()) < due_s:
+                silent_s = due_s if self._unanswered_s is None else self._unanswered_s + SILENCE_MAX_S
+                if silent_s <= now_s:
+                    raise HolderUnreachable(f"the registry answered no heartbeat for {SILENCE_MAX_S:g} s")
+                await asyncio.wait(
+                    {waker, receiver},
+                    timeout=min(due_s, silent_s) - now_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
         finally:
             waker.cancel()
 
     async def _receive(self, stream: RenewalStream) -> None:
         async for ack in stream.acks():
             self._broken = False
+            self._unanswered_s = None
             if ack.resync:
                 self._table.resync()
                 self._woken.set()

@@ -67,13 +67,13 @@ class RouterServer:
 
     @classmethod
     def connected(cls, config: RouterConfig, clock: Clock) -> "RouterServer":
-        """A router whose registry is the one at `config.registry`."""
+        """A router whose registries are those at `config.registry`."""
         telemetry = make_telemetry("kvlease-router", config)
         tls = make_tls(config)
         channels = Channels(Identity.REGISTRY, telemetry, tls)
         session = SystemRandom().text_id()
         registry = GrpcRegistry(
-            channels, config.registry, session, config.renewal_policy(), config.registry_call_s
+            channels, config.registries(), session, config.renewal_policy(), config.registry_call_s
         )
         server = cls(config, clock, registry, telemetry=telemetry, tls=tls)
         server._exit.push_async_callback(telemetry.close)
@@ -170,7 +170,9 @@ class RouterServer:
         host, _, port = config.listen.rpartition(":")
         # Clients show a key of the API, no certificate: they are no part of the fleet.
         ssl_context = None if self._tls is None else self._tls.server_context(clients_have_certificates=False)
-        site = web.TCPSite(runner, host, int(port), ssl_context=ssl_context)
+        site = web.TCPSite(
+            runner, host, int(port), ssl_context=ssl_context, reuse_port=config.share_listen or None
+        )
         try:
             await site.start()
         except OSError as error:
