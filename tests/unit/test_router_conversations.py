@@ -14,7 +14,8 @@ from kvlease.core.planning import LeaseSignal, PlanReason
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.router.bodies import Api, TurnRequest, parse_turn
-from kvlease.router.conversations import ConversationTable, OpenTurn
+from kvlease.router.conversation import OpenTurn
+from kvlease.router.conversations import ConversationTable
 from kvlease.router.engines import EngineTable
 from kvlease.store.port import Batch, Change
 from kvlease.testing.clock import ManualClock

@@ -10,7 +10,8 @@ from aiohttp import web
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import lease_id_to_hex
 from kvlease.router.answers import Refused, json_answer
-from kvlease.router.conversations import Conversation, ConversationTable, TurnRecord
+from kvlease.router.conversation import Conversation, TurnRecord
+from kvlease.router.conversations import ConversationTable
 from kvlease.router.purge import release_tenant
 from kvlease.router.turn import TurnServices
 

@@ -1,130 +1,32 @@
 """The conversations that a router knows: which lease each one has, and how its turns went."""
 
-from collections import OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from dataclasses import replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript, conversation_key
-from kvlease.core.cost import TokenEstimate
 from kvlease.core.gaps import OWN_GAPS_MAX, GapEstimator
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
-from kvlease.core.planning import REASON_OF_MISS, LeaseSignal, PlanReason, TurnPath
+from kvlease.core.planning import REASON_OF_MISS, LeaseSignal, PlanReason
 from kvlease.core.records import LeaseRecord
 from kvlease.core.renewal import Belief, RenewalTable
 from kvlease.router.bodies import TurnRequest
+from kvlease.router.conversation import (
+    Conversation,
+    ConversationLease,
+    OpenTurn,
+    extends,
+    key_of,
+    model_of,
+    shared_place,
+)
 from kvlease.router.engines import EngineTable
 from kvlease.router.ports import RandomPort
 from kvlease.store.port import Batch
 
-TURNS_KEPT = 32
 LEAVES_MAX = 16
 """Leaves under one id that a client gave: sub-agents at work beside their parent, branches, best of several."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationLease:
-    """The lease of a conversation's latest turn.
-
-    Attributes:
-        tokens: 0 when it is not known.
-        traceparent: names the span of the turn that granted it; empty when that was not traced, or not here.
-    """
-
-    lease_id: int
-    holder: Holder
-    model: str
-    leaf: Leaf
-    tokens: int = 0
-    traceparent: str = ""
-
-
-@dataclass(slots=True)
-class TurnRecord:
-    """One turn as the router planned and saw it.
-
-    Attributes:
-        reused_tokens: tokens of the prompt whose KV was not computed again.
-        read_tokens: those among them that were READ from the lease.
-        local_tokens: those among them that the prefill engine's own cache held.
-        verified_tokens: tokens of the lease that belong to the prompt, as the reader verified.
-        outcome: what the reader says of its READ; empty without one.
-        ended: `well`, `badly` or `aborted`; empty while the turn runs.
-    """
-
-    request_id: str
-    path: TurnPath
-    reason: PlanReason
-    lease_id: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    reused_tokens: int = 0
-    read_tokens: int = 0
-    local_tokens: int = 0
-    verified_tokens: int = 0
-    outcome: str = ""
-    ttft_s: float | None = None
-    prefill_engine_id: str = ""
-    decode_engine_id: str = ""
-    ended: str = ""
-
-
-@dataclass(slots=True)
-class Conversation:
-    """One conversation of one tenant.
-
-    Attributes:
-        conversation_id: the client's, or minted; empty when only another router knows it.
-        named: the client gave the id.
-        lease: of the turn that finished last.
-        leaf: where that turn ended.
-        claim: the key of the request that goes on from the leaf and is in flight; None without one.
-        branches: keys of the other leaves under the same id, the newest last.
-        gaps_s: seconds between its latest turns, those spent on calls of tools left out.
-        idle_since_s: when the last turn ended well, None once another turn has begun.
-        awaits_tools: that turn's reply called tools.
-    """
-
-    key: bytes
-    tenant: str
-    conversation_id: str
-    named: bool
-    lease: ConversationLease | None = None
-    leaf: Leaf | None = None
-    claim: int | None = None
-    branches: list[bytes] = field(default_factory=list[bytes])
-    decode_engine_id: str = ""
-    estimate: TokenEstimate = field(default_factory=TokenEstimate)
-    turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
-    gaps_s: tuple[float, ...] = ()
-    idle_since_s: float | None = None
-    awaits_tools: bool = False
-    used_s: float = 0.0
-    open_turns: int = 0
-
-
-@dataclass(slots=True)
-class OpenTurn:
-    """A turn that found its conversation.
-
-    Attributes:
-        base: the lease that the turn may reuse.
-        suffix_bytes: text after the leased history, None when the request does not extend it.
-        supersedes: the lease that a new one replaces; 0 for a first turn and for a fork.
-        claims: the turn goes on from the conversation's leaf, so that another one forks.
-        traceparent: names the turn's span.
-    """
-
-    conversation: Conversation
-    transcript: Transcript | None
-    model: str
-    base: ConversationLease | None = None
-    suffix_bytes: int | None = None
-    supersedes: int = 0
-    claims: bool = False
-    first: bool = True
-    traceparent: str = ""
 
 
 class ConversationTable:
@@ -159,8 +61,10 @@ class ConversationTable:
         return len(self._records)
 
     def find(self, tenant: str, conversation_id: str) -> Conversation | None:
-        """A conversation by its id."""
-        return self._conversations.get(conversation_key(tenant, conversation_id))
+        """A conversation by its id: one that was led here, or elsewhere if its lease is recorded."""
+        key = conversation_key(tenant, conversation_id)
+        known = key in self._conversations or self._recorded(key, tenant) is not None
+        return self._named(tenant, conversation_id) if known else None
 
     def leaves(self, conversation: Conversation) -> list[Conversation]:
         """Everything that goes under a conversation's id, the one used last in the end."""
@@ -178,7 +82,7 @@ class ConversationTable:
         self._learn_gap(conversation)
         conversation.open_turns += 1
         if turn.claims:
-            conversation.claim = _key(request.transcript)
+            conversation.claim = key_of(request.transcript)
         if turn.base is not None:
             self._renewals.open(turn.base.lease_id)
         self._trim()
@@ -335,17 +239,22 @@ class ConversationTable:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _named_turn(self, request: TurnRequest) -> OpenTurn:
-        key = conversation_key(request.tenant, request.conversation_id)
-        conversation = self._get(key)
-        if conversation is None:
-            conversation = self._insert(
-                Conversation(key, request.tenant, request.conversation_id, named=True)
-            )
-        record = self._records.get(self._record_of_key.get(key, 0))
-        if record is not None and record.tenant == request.tenant and not self._has_live_lease(conversation):
+    def _named(self, tenant: str, conversation_id: str) -> Conversation:
+        """A conversation by its id, with the lease that another router recorded where ours is none any more."""
+        key = conversation_key(tenant, conversation_id)
+        conversation = self._get(key) or self._insert(Conversation(key, tenant, conversation_id, named=True))
+        record = self._recorded(key, tenant)
+        if record is not None and not self._has_live_lease(conversation):
             conversation.lease = self._adopt(record)
             conversation.decode_engine_id = record.holder.engine_id
+        return conversation
+
+    def _recorded(self, key: bytes, tenant: str) -> LeaseRecord | None:
+        record = self._records.get(self._record_of_key.get(key, 0))
+        return record if record is not None and record.tenant == tenant else None
+
+    def _named_turn(self, request: TurnRequest) -> OpenTurn:
+        conversation = self._named(request.tenant, request.conversation_id)
         transcript = request.transcript
         begun = conversation.leaf or conversation.lease or conversation.claim is not None
         if transcript is None:
@@ -366,17 +275,17 @@ class ConversationTable:
         """
         leaves = self.leaves(named)
         places = {key: place for place, key in enumerate(transcript.keys)}
-        leaf = max(leaves, key=lambda one: (_shared(places, one), one.used_s))
-        if _shared(places, leaf) >= 0:
+        leaf = max(leaves, key=lambda one: (shared_place(places, one), one.used_s))
+        if shared_place(places, leaf) >= 0:
             if leaf.claim is not None:
                 repeated = leaf.claim == transcript.key
                 return self._continue(request, leaf) if repeated else self._branch(request, named, leaf)
-            if _extends(transcript, leaf):
+            if extends(transcript, leaf):
                 return self._claim(request, leaf)
             return self._branch(request, named, leaf)
         if not transcript.replies and transcript.prompt is None:
             return self._branch(request, named, None)
-        idle = [one for one in leaves if one.claim is None and _model(one) in ("", request.model)]
+        idle = [one for one in leaves if one.claim is None and model_of(one) in ("", request.model)]
         return self._claim(request, idle[-1]) if idle else self._branch(request, named, leaves[-1])
 
     def _unnamed_turn(self, request: TurnRequest) -> OpenTurn:
@@ -514,33 +423,3 @@ class ConversationTable:
             if oldest is None:
                 return
             del self._conversations[oldest]
-
-
-def _key(transcript: Transcript | None) -> int:
-    return transcript.key if transcript is not None else 0
-
-
-def _model(conversation: Conversation) -> str:
-    return conversation.lease.model if conversation.lease is not None else ""
-
-
-def _known_leaves(conversation: Conversation) -> list[Leaf]:
-    """Where the last turn ended, and where its lease does: another router's turn is known by its lease alone."""
-    lease = conversation.lease
-    return [leaf for leaf in (conversation.leaf, lease.leaf if lease else None) if leaf is not None]
-
-
-def _shared(places: Mapping[int, int], conversation: Conversation) -> int:
-    """The place in a request of the last key that a leaf, or the turn in flight there, shares; -1 without one."""
-    keys = [key for leaf in _known_leaves(conversation) for key in leaf.keys]
-    if conversation.claim is not None:
-        keys.append(conversation.claim)
-    return max((places.get(key, -1) for key in keys), default=-1)
-
-
-def _extends(transcript: Transcript, conversation: Conversation) -> bool:
-    """The request goes on from the leaf, or asks for its reply once more."""
-    return any(
-        transcript.suffix_bytes(leaf) is not None or transcript.key == leaf.anchor
-        for leaf in _known_leaves(conversation)
-    )

@@ -7,7 +7,8 @@ from kvlease.core.clock import Clock
 from kvlease.core.planning import EngineSignal
 from kvlease.core.renewal import RenewalTable
 from kvlease.router.background import Background
-from kvlease.router.conversations import ConversationTable, TurnRecord
+from kvlease.router.conversation import TurnRecord
+from kvlease.router.conversations import ConversationTable
 from kvlease.router.engines import EngineTable
 from kvlease.router.measured import MeasuredEngines
 from kvlease.router.ports import EnginePort

@@ -6,7 +6,7 @@ requests carries it along, and then nothing can be reused. The router says so, a
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from kvlease.router.dialect import Api, mapping, objects, text_of
 
@@ -62,7 +62,7 @@ def _stripped_content(content: object) -> object:
     if not isinstance(content, list):
         return content
     parts: list[object] = []
-    for part in content:
+    for part in cast("list[object]", content):
         fields = mapping(part)
         text = text_of(fields.get("text"))
         if is_attribution(text):

@@ -6,7 +6,7 @@ import grpc.aio
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import TurnPath
-from kvlease.router.conversations import Conversation, TurnRecord
+from kvlease.router.conversation import Conversation, TurnRecord
 from kvlease.router.purge import release_tenant
 from kvlease.router.turn import TurnServices
 from kvlease.v1 import routing_pb2, routing_pb2_grpc

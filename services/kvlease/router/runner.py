@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvlease.core.planning import TurnSignals, plan
 from kvlease.router.bodies import TurnRequest
-from kvlease.router.conversations import OpenTurn, TurnRecord
+from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
 from kvlease.router.ports import ClientPort
 from kvlease.router.prefill import PrefillLeg

@@ -31,7 +31,7 @@ from kvlease.wire import attributes
 
 if TYPE_CHECKING:
     from kvlease.core.planning import Plan
-    from kvlease.router.conversations import OpenTurn
+    from kvlease.router.conversation import OpenTurn
     from kvlease.router.turn import Turn
 
 

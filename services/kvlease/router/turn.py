@@ -15,7 +15,8 @@ from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.core.turn import TurnReport
 from kvlease.router.background import Background
 from kvlease.router.bodies import TurnRequest
-from kvlease.router.conversations import ConversationTable, OpenTurn, TurnRecord
+from kvlease.router.conversation import OpenTurn, TurnRecord
+from kvlease.router.conversations import ConversationTable
 from kvlease.router.dialect import Api, ReplyReader
 from kvlease.router.engines import EngineTable
 from kvlease.router.errors import error_body, error_event, refusal_body

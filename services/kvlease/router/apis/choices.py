@@ -73,9 +73,9 @@ class ChoicesDialect:
         """The client's body, with usage counted in a stream."""
         body = dict(self._body)
         if self._stream and not self._wants_usage:
-            options = body.get("stream_options")
-            if options is None or isinstance(options, dict):
-                body["stream_options"] = {**mapping(options), "include_usage": True}
+            given = mapping(body.get("stream_options"))
+            if body.get("stream_options") in (None, given):  # what is no object is the engine's to refuse
+                body["stream_options"] = {**given, "include_usage": True}
         return body
 
     def reader(self) -> "ChoicesReader":

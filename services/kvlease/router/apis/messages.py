@@ -67,12 +67,9 @@ class MessagesDialect:
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """Without the router's parameters."""
         kept = without_orders(chunk)
-        message = kept.get("message")
-        if not isinstance(message, dict):
-            return kept
-        inner = mapping(message)
-        cleaned = without_orders(inner)
-        return kept if cleaned is inner else {**kept, "message": cleaned}
+        message = mapping(kept.get("message"))
+        cleaned = without_orders(message)
+        return kept if cleaned is message else {**kept, "message": cleaned}
 
     def remember(self, reader: ReplyReader) -> None:
         """Nothing: requests of this API carry their whole history."""
@@ -175,15 +172,17 @@ def _chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Chat messages of this API's: one for each tool result, then one for the rest of a message."""
     chat: list[dict[str, Any]] = []
     for message in messages:
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content: object = message.get("content")
+        blocks = objects(content)
         if role == "system":
             chat.extend(_system(content))
         elif not isinstance(content, list):
             chat.append({"role": role, "content": content})
         elif role == "assistant":
-            chat.append(_assistant(objects(content)))
+            chat.append(_assistant(blocks))
         else:
-            chat.extend(_user(role, objects(content)))
+            chat.extend(_user(role, blocks))
     return chat
 
 

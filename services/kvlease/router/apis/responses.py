@@ -90,12 +90,9 @@ class ResponsesDialect:
         if not streamed:
             return self._answered(chunk)
         kept = without_orders(chunk)
-        response = kept.get("response")
-        if not isinstance(response, dict):
-            return kept
-        inner = mapping(response)
-        answered = self._answered(inner)
-        return kept if answered is inner else {**kept, "response": answered}
+        response = mapping(kept.get("response"))
+        answered = self._answered(response) if response else response
+        return kept if answered is response else {**kept, "response": answered}
 
     def remember(self, reader: ReplyReader) -> None:
         """Keeps the response for a request that names it."""

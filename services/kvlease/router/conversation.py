@@ -1,0 +1,148 @@
+"""One conversation as a router knows it: its lease, its turns, and the leaf that a next request may extend."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvlease.core.conversation import Leaf, Transcript
+from kvlease.core.cost import TokenEstimate
+from kvlease.core.ids import Holder
+from kvlease.core.planning import PlanReason, TurnPath
+
+TURNS_KEPT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationLease:
+    """The lease of a conversation's latest turn.
+
+    Attributes:
+        tokens: 0 when it is not known.
+        traceparent: names the span of the turn that granted it; empty when that was not traced, or not here.
+    """
+
+    lease_id: int
+    holder: Holder
+    model: str
+    leaf: Leaf
+    tokens: int = 0
+    traceparent: str = ""
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One turn as the router planned and saw it.
+
+    Attributes:
+        reused_tokens: tokens of the prompt whose KV was not computed again.
+        read_tokens: those among them that were READ from the lease.
+        local_tokens: those among them that the prefill engine's own cache held.
+        verified_tokens: tokens of the lease that belong to the prompt, as the reader verified.
+        outcome: what the reader says of its READ; empty without one.
+        ended: `well`, `badly` or `aborted`; empty while the turn runs.
+    """
+
+    request_id: str
+    path: TurnPath
+    reason: PlanReason
+    lease_id: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reused_tokens: int = 0
+    read_tokens: int = 0
+    local_tokens: int = 0
+    verified_tokens: int = 0
+    outcome: str = ""
+    ttft_s: float | None = None
+    prefill_engine_id: str = ""
+    decode_engine_id: str = ""
+    ended: str = ""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation of one tenant.
+
+    Attributes:
+        conversation_id: the client's, or minted; empty when only another router knows it.
+        named: the client gave the id.
+        lease: of the turn that finished last.
+        leaf: where that turn ended.
+        claim: the key of the request that goes on from the leaf and is in flight; None without one.
+        branches: keys of the other leaves under the same id, the newest last.
+        gaps_s: seconds between its latest turns, those spent on calls of tools left out.
+        idle_since_s: when the last turn ended well, None once another turn has begun.
+        awaits_tools: that turn's reply called tools.
+    """
+
+    key: bytes
+    tenant: str
+    conversation_id: str
+    named: bool
+    lease: ConversationLease | None = None
+    leaf: Leaf | None = None
+    claim: int | None = None
+    branches: list[bytes] = field(default_factory=list[bytes])
+    decode_engine_id: str = ""
+    estimate: TokenEstimate = field(default_factory=TokenEstimate)
+    turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
+    gaps_s: tuple[float, ...] = ()
+    idle_since_s: float | None = None
+    awaits_tools: bool = False
+    used_s: float = 0.0
+    open_turns: int = 0
+
+
+@dataclass(slots=True)
+class OpenTurn:
+    """A turn that found its conversation.
+
+    Attributes:
+        base: the lease that the turn may reuse.
+        suffix_bytes: text after the leased history, None when the request does not extend it.
+        supersedes: the lease that a new one replaces; 0 for a first turn and for a fork.
+        claims: the turn goes on from the conversation's leaf, so that another one forks.
+        traceparent: names the turn's span.
+    """
+
+    conversation: Conversation
+    transcript: Transcript | None
+    model: str
+    base: ConversationLease | None = None
+    suffix_bytes: int | None = None
+    supersedes: int = 0
+    claims: bool = False
+    first: bool = True
+    traceparent: str = ""
+
+
+def key_of(transcript: Transcript | None) -> int:
+    """The key that covers a whole request, 0 when there is none."""
+    return transcript.key if transcript is not None else 0
+
+
+def model_of(conversation: Conversation) -> str:
+    """The model of the lease, empty without one."""
+    return conversation.lease.model if conversation.lease is not None else ""
+
+
+def known_leaves(conversation: Conversation) -> list[Leaf]:
+    """Where the last turn ended, and where its lease does: another router's turn is known by its lease alone."""
+    lease = conversation.lease
+    return [leaf for leaf in (conversation.leaf, lease.leaf if lease else None) if leaf is not None]
+
+
+def shared_place(places: Mapping[int, int], conversation: Conversation) -> int:
+    """The place in a request of the last key that a leaf, or the turn in flight there, shares; -1 without one."""
+    keys = [key for leaf in known_leaves(conversation) for key in leaf.keys]
+    if conversation.claim is not None:
+        keys.append(conversation.claim)
+    return max((places.get(key, -1) for key in keys), default=-1)
+
+
+def extends(transcript: Transcript, conversation: Conversation) -> bool:
+    """The request goes on from the leaf, or asks for its reply once more."""
+    return any(
+        transcript.suffix_bytes(leaf) is not None or transcript.key == leaf.anchor
+        for leaf in known_leaves(conversation)
+    )
