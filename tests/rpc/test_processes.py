@@ -93,6 +93,7 @@ async def test_a_process_on_the_memory_store_says_what_that_means_and_shows_its_
         (("registry", "--heartbeat-interval-s", "10"), "heartbeat_interval_s (10)"),
         (("registry", "--store", "paper"), "store is 'paper', but must be one of memory"),
         (("sidecar",), "allow_loopback"),
+        (("registry", "--tls-dir", "/nowhere"), "tls_dir: cannot use /nowhere"),
         (("registry", "--listen", "192.0.2.1:1"), "cannot listen on 192.0.2.1:1"),
         (("nonsense",), "usage: kvlease COMMAND"),
         ((), "usage: kvlease COMMAND"),

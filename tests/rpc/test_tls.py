@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -228,6 +229,36 @@ async def test_a_refused_call_leaves_a_line_as_well(
         await stub.DrainEngine(registry_pb2.DrainEngineRequest(engine_id="sim-1"), timeout=DEADLINE_S)
     (line,) = [record.__dict__ for record in caplog.records if record.name == "kvlease.audit"]
     assert (line["caller"], line["engine_id"], line["outcome"]) == ("kvlease-router", "sim-1", "NotAllowed")
+
+
+async def kvlease(*arguments: str) -> tuple[int, str]:
+    """Exit status and output of a command of the operator's."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvlease.cli",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        output, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, (output + errors).decode()
+
+
+async def test_an_operators_command_shows_its_certificate_and_is_unheard_without_one(
+    fleet: SecureFleet,
+) -> None:
+    asked = ("health", "--registry", fleet.registry_address, "--sidecar", fleet.sidecars[0].address)
+    operator = fleet.certificates(Identity.OPERATOR)
+    assert (await kvlease(*asked, "--tls-dir", operator))[0] == 0
+    assert (await kvlease(*asked))[0] == 3
+    status, said = await kvlease(
+        "engines", "--registry", fleet.registry_address, "--tls-dir", fleet.certificates(Identity.SIDECAR)
+    )
+    assert status == 1
+    assert "kvlease-sidecar may not call kvlease.v1.RegistryService/ListEngines" in said
 
 
 async def test_processes_take_up_the_certificates_of_another_authority_without_a_restart(

@@ -106,15 +106,17 @@ async def _serve(build: Callable[[Config], Service], config: Config, load_again:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    service = build(config)
+    try:
+        service = build(config)
+    except KvleaseError as error:
+        return _cannot_start(error)
     if isinstance(service, Reloadable):
         loop.add_signal_handler(signal.SIGHUP, _reload, cast("Reloadable[Config]", service), load_again)
     try:
         await service.start()
     except KvleaseError as error:
-        _log.error("cannot start", extra={"reason": str(error)})
         await service.stop()
-        return 2
+        return _cannot_start(error)
     await stopping.wait()
     _log.info("stopping")
     await service.stop()
@@ -128,3 +130,9 @@ def _reload(service: Reloadable[Config], load_again: Callable[[], Config]) -> No
         _log.error("the configuration stays as it is", extra={"reason": str(error)})
         return
     service.reload(config)
+
+
+def _cannot_start(error: KvleaseError) -> int:
+    """Says why in the log. The exit status."""
+    _log.error("cannot start", extra={"reason": str(error)})
+    return 2
