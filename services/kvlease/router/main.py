@@ -1,11 +1,13 @@
 """`kvlease router`."""
 
+import os
 from argparse import ArgumentParser, Namespace
 
 from kvlease.router.config import RouterConfig
 from kvlease.router.server import RouterServer
+from kvlease.router.workers import run_workers
 from kvlease.runtime.clock import LoopClock
-from kvlease.runtime.config import add_config_arguments
+from kvlease.runtime.config import ConfigError, add_config_arguments, load_config
 from kvlease.runtime.process import run_service
 
 
@@ -15,7 +17,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Serves until a signal. The exit status."""
+    """Serves until a signal, with as many processes as configured. The exit status."""
+    try:
+        config = load_config(RouterConfig, "router", arguments, os.environ)
+    except ConfigError:
+        config = RouterConfig()  # what is wrong with it is told below
+    if config.workers > 1:
+        return run_workers(config, arguments)
     return run_service("router", RouterConfig, _build, arguments)
 
 

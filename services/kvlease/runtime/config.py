@@ -108,6 +108,21 @@ def load_config(
     return loaded
 
 
+def describe_flags(arguments: Namespace, changed: Mapping[str, str]) -> list[str]:
+    """The flags that parsed to `arguments`, for another process, with some settings changed."""
+    given = {
+        name.removeprefix("setting_"): str(value)
+        for name, value in vars(arguments).items()
+        if name.startswith("setting_") and value is not None
+    }
+    file = ["--config", arguments.config] if arguments.config else []
+    return file + [
+        part
+        for name, value in {**given, **changed}.items()
+        for part in (f"--{name.replace('_', '-')}", value)
+    ]
+
+
 def describe_config(config: ProcessConfig) -> dict[str, Any]:
     """Every setting and its value, for the log; secrets are redacted."""
     return {
