@@ -12,7 +12,7 @@ GENERATED := $(VENV)/.generated
 PROTO_FILES := $(shell find protos -name '*.proto' 2>/dev/null)
 PYTEST_FLAGS ?=
 
-.PHONY: help up test test-all soak check bench engine-env protos examples format clean
+.PHONY: help up test test-all soak check bench engine-env protos docs examples format clean
 
 help: ## Show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test-all: $(GENERATED) engine-env ## The same, and the tests that take long; nee
 
 soak: $(GENERATED) engine-env ## 300 turns over 30 conversations on real engines, each compared with a cold run
 	$(BIN)/python -m pytest -m soak -s $(PYTEST_FLAGS)
+
+docs: $(GENERATED) ## Write the reference pages: configuration and API
+	$(BIN)/python docs/generate.py
 
 examples: $(GENERATED) ## Build the examples in Python, Go, TypeScript, Java and Rust
 	$(MAKE) -C examples
