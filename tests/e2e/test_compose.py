@@ -156,6 +156,13 @@ def test_prometheus_scrapes_ports_that_services_expose() -> None:
     assert set(targets) <= exposed
 
 
+def test_every_file_that_a_service_mounts_is_there() -> None:
+    for file in FILES:
+        for name, spec in read_compose(DEPLOY / file, VARIABLES)["services"].items():
+            for source in (volume.split(":")[0] for volume in spec.get("volumes", [])):
+                assert not source.startswith(".") or (DEPLOY / source).exists(), f"{name}: {source}"
+
+
 # --- what they start ----------------------------------------------------------------------------------------
 
 
