@@ -21,6 +21,7 @@ from kvlease.router.ports import EngineReply, LegError
 from kvlease.router.resume import RESUMED_PATH, ContinuedDialect, RememberingDialect, memory_of
 from kvlease.router.sse import EventSplitter, StreamCleaner
 from kvlease.router.turn import (
+    NOT_SERVED,
     TRIES_A_LEG,
     PinnedLease,
     Refusal,
@@ -48,8 +49,8 @@ class DecodeLeg:
     async def run(self, turn: Turn, handover: PinnedLease | None) -> None:
         """Answers the client. An engine that fails before its first byte is replaced once.
 
-        So is one that answers with a fault of its own (5xx); where nobody can replace it, the client gets
-        that answer as it is.
+        So is one that answers with a fault of its own (5xx), or does not have the model; where nobody can
+        replace it, the client gets that answer as it is.
         """
         self._remember_stream(turn)
         tried: set[str] = set()
@@ -156,13 +157,15 @@ class DecodeLeg:
         try:
             with services.engines.running(engine_id):
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
-                    if reply.status >= 500 and self._can_replace(turn, tried):
-                        raise LegError(f"the decode engine answered {reply.status}", sent=True)
+                    if _can_differ(reply.status) and self._can_replace(turn, tried):
+                        fault = reply.status not in NOT_SERVED
+                        raise LegError(f"the decode engine answered {reply.status}", sent=fault, fault=fault)
                     if path and not _is_stream(reply):
-                        raise LegError("the engine does not resume the stream", sent=True)
+                        raise LegError("the engine does not resume the stream", sent=True, fault=False)
                     await self._relay(turn, engine, handover, reply)
         except LegError as failed:
-            services.engines.suspect(engine_id)
+            if failed.fault:
+                services.engines.suspect(engine_id)
             if handover is not None and not failed.sent:
                 turn.loose_pins[handover.pin_id] = handover
             raise
@@ -306,6 +309,11 @@ class DecodeLeg:
         self._services.conversations.learn(
             turn.opened, record.lease_id, usage.prompt_tokens, usage.completion_tokens
         )
+
+
+def _can_differ(status: int) -> bool:
+    """Whether another engine may answer what this one does not."""
+    return status >= 500 or status in NOT_SERVED
 
 
 def _is_stream(reply: EngineReply) -> bool:

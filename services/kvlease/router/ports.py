@@ -75,11 +75,13 @@ class LegError(Exception):
 
     Attributes:
         sent: the engine may have begun the request; False only when it never got one.
+        fault: it says something of the engine, which is avoided for a while; False: of the request only.
     """
 
-    def __init__(self, message: str, *, sent: bool) -> None:
+    def __init__(self, message: str, *, sent: bool, fault: bool = True) -> None:
         super().__init__(message)
         self.sent = sent
+        self.fault = fault
 
 
 class EngineReply(Protocol):

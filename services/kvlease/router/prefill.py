@@ -15,6 +15,7 @@ from kvlease.router.bodies import parse_answer, prefill_body, report_of
 from kvlease.router.headers import answer_headers
 from kvlease.router.ports import LegError
 from kvlease.router.turn import (
+    NOT_SERVED,
     TRIES_A_LEG,
     PinnedLease,
     Refusal,
@@ -124,7 +125,7 @@ class PrefillLeg:
         return TurnParams(turn.request.tenant, read=read, keep=keep)
 
     async def _call(self, turn: Turn, engine: Engine, pin: PinnedLease | None, body: bytes) -> Refusal:
-        """The engine's whole answer, of any status below 500."""
+        """The engine's whole answer: the prompt's, or what it finds wrong with the request."""
         services = self._services
         headers = {**turn.head.engine_headers, **services.engines.headers(engine)}
         url = engine.url + turn.request.api.value
@@ -145,7 +146,7 @@ class PrefillLeg:
                 services.renewals.drop_pin(pin.pin_id)
         if pin is not None and answered.status >= 400:
             turn.loose_pins[pin.pin_id] = pin
-        if answered.status >= 500:
+        if answered.status >= 500 or answered.status in NOT_SERVED:
             raise LegError(f"the prefill engine answered {answered.status}", sent=True)
         return answered
 

@@ -30,6 +30,9 @@ from kvlease.router.tenancy import Tenancy, TenancyByCredential
 from kvlease.router.tracing import NO_TRACING, TurnTracing
 
 TRIES_A_LEG = 2
+NOT_SERVED = frozenset({404, 405})
+"""Statuses of an engine that does not have the model (an adapter is often loaded in some only), or the API."""
+
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
