@@ -22,7 +22,7 @@ from kvlease.store.etcd import EtcdStore
 from kvlease.store.etcd_client import VERSION_MIN, EtcdClient, EtcdOptions
 from kvlease.store.etcd_values import lease_value
 from kvlease.store.etcd_watch import WatchTimes
-from kvlease.store.keys import lease_key
+from kvlease.store.keys import LEASES, lease_key
 from kvlease.store.port import Batch
 from stubs.etcd import etcdctl, options_of, put_many, remove_everything, stop_threads
 from stubs.proxy import Proxy
@@ -368,3 +368,27 @@ def test_the_record_of_a_long_conversation_stays_under_500_bytes() -> None:
         chain_keys=tuple((1 << 64) - 1 - number for number in range(16)),
     )
     assert len(lease_value(record)) < 500
+
+
+async def test_records_that_somebody_deleted_come_back() -> None:
+    async with running_etcd() as etcd, store_over(options_of(etcd)) as store:
+
+        async def superseded(record: LeaseRecord) -> None:
+            raise AssertionError(record)
+
+        times = RecorderTimes(ttl_s=10.0, call_s=10.0, retry_s=0.05, reconcile_s=0.2)
+        recorder = EngineRecorder(store, engine(), times, LoopClock(), superseded, lambda error: None)
+        await recorder.open()
+        running = asyncio.create_task(recorder.run())
+        try:
+            async with store.watch_leases() as batches:
+                watcher = Watcher(batches)
+                for lease_id in (1, 2):
+                    recorder.put(lease(lease_id, b"%d" % lease_id), 0)
+                await watcher.until({1, 2})
+                await etcdctl(etcd, "del", "--prefix", LEASES)
+                await watcher.until(set())
+                await watcher.until({1, 2})
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)

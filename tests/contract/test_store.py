@@ -245,3 +245,19 @@ async def test_removing_many_leases_leaves_the_others(store: Store) -> None:
     assert [record.lease_id for record in await store.list_leases()] == [130]
     assert (await session.record_lease(lease(200, b"7"), 0)).superseded is None
     assert (await session.record_lease(lease(201, b"130"), 0)).superseded is not None
+
+
+async def test_a_session_lists_what_is_recorded_in_it_and_removes_any_of_it(store: Store) -> None:
+    session = await store.open_session(engine(), LONG_S)
+    other = await store.open_session(engine("engine-2"), LONG_S)
+    for lease_id in (1, 2, 3):
+        await session.record_lease(lease(lease_id, b"%d" % lease_id), 0)
+    await other.record_lease(lease(4, b"4"), 0)
+    await session.remove_leases((2,))
+    assert await session.list_recorded() == {1, 3}
+    await session.remove_leases((1, 3))
+    assert await session.list_recorded() == frozenset()
+    assert await other.list_recorded() == {4}
+    await session.end()
+    with pytest.raises(StoreUnavailable):
+        await session.list_recorded()

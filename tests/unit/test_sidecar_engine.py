@@ -45,8 +45,9 @@ class Link:
         self.orders: list[tuple[int, ...]] = []
         self.known: set[int] | None = None
 
-    async def renew(self, *_: object) -> dict[int, MissReason]:
-        return {}
+    async def renew(self, lease_ids: Sequence[int], *_: object) -> dict[int, MissReason]:
+        denied = set(lease_ids) - self.known if self.known is not None else ()
+        return dict.fromkeys(denied, MissReason.EXPIRED)
 
     async def pin(self, ask: PinAsk) -> Pinned | MissReason:
         if self.known is not None and ask.lease_id not in self.known:
@@ -222,3 +223,17 @@ async def test_pins_that_are_cancelled_while_they_wait_take_no_place_from_later_
     link.known = {2}
     engine.offer(offer(2))
     assert isinstance(await later, Pinned)
+
+
+@pytest.mark.parametrize("asked", ["renewed", "pinned"])
+async def test_a_lease_that_its_holder_denies_is_no_longer_recorded(
+    engine: AttachedEngine, link: Link, records: Records, asked: str
+) -> None:
+    for lease_id in (1, 2):
+        engine.offer(offer(lease_id, provisional=False))
+    link.known = {2}
+    if asked == "renewed":
+        assert await engine.renew((1, 2), 20.0, (), 30.0) == {1: MissReason.EXPIRED}
+    else:
+        assert await engine.pin(PinAsk(1, "pin", HOLDER, "t", reservation_s=30.0), 0.0) is MissReason.UNKNOWN
+    assert set(records.leases) == {2}

@@ -17,7 +17,7 @@ from kvlease.store.memory import MemorySession, MemoryStore
 from kvlease.store.port import Recorded
 from kvlease.testing.store import BreakableStore
 
-TIMES = RecorderTimes(ttl_s=0.3, call_s=0.1, retry_s=0.01)
+TIMES = RecorderTimes(ttl_s=0.3, call_s=0.1, retry_s=0.01, reconcile_s=0.05)
 
 
 def engine(boot_id: str = "boot-1") -> Engine:
@@ -180,3 +180,16 @@ async def test_a_record_that_the_store_cannot_take_keeps_no_other_from_being_wri
         running.put(lease(2, b"b"), 0)
         await until(lambda: set(bench.leases) == {2})
     await until(lambda: set(bench.leases) == {1, 2})
+
+
+async def test_records_that_others_made_or_removed_in_the_session_are_put_right(
+    bench: Bench, running: EngineRecorder
+) -> None:
+    running.put(lease(1, b"a"), 0)
+    await until(lambda: set(bench.leases) == {1})
+    generation = bench.leases[1].generation
+    session = running._session
+    assert session is not None
+    await session.record_lease(lease(7, b"ghost"), 0)
+    await session.remove_leases((1,))
+    await until(lambda: set(bench.leases) == {1} and bench.leases[1].generation > generation)

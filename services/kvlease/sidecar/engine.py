@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,11 @@ RANK_INTERVAL_S = 1.0
 """Leases are ranked again this long after the last time, or when one was offered or used since."""
 
 _ENDING = TERMINAL | {LeaseState.DRAINING}
+
+_DENIALS = frozenset(
+    {MissReason.UNKNOWN, MissReason.RELEASED, MissReason.EXPIRED, MissReason.EVICTED, MissReason.LOST}
+)
+"""Answers of a holder that does not hold a lease it has offered."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,6 +158,8 @@ class AttachedEngine:
             return MissReason.UNREACHABLE
         if isinstance(outcome, Pinned):
             self._note_use(self._clock.now_s(), ask.lease_id)
+        else:
+            self._forget_denied({ask.lease_id: outcome})
         return outcome
 
     def unpin(self, lease_id: int, pin_id: str) -> None:
@@ -168,6 +175,7 @@ class AttachedEngine:
             HolderUnreachable: the holder did not answer; what it renewed is unknown.
         """
         misses = await self._link.renew(lease_ids, duration_s, pin_ids, reservation_s)
+        self._forget_denied(misses)
         now_s = self._clock.now_s()
         for lease_id in lease_ids:
             lease = self._leases.get(lease_id)
@@ -272,6 +280,12 @@ class AttachedEngine:
             _log.info(
                 "lease ended", extra={"lease_id": lease_id, "state": state.value, "engine_id": engine_id}
             )
+
+    def _forget_denied(self, misses: Mapping[int, MissReason]) -> None:
+        """Leases that the holder says have ended, whether or not it was heard when they did."""
+        for lease_id, miss in misses.items():
+            if miss in _DENIALS and lease_id in self._leases:
+                self._forget(lease_id)
 
     def _forget(self, lease_id: int) -> None:
         self._leases.pop(lease_id, None)

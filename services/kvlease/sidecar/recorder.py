@@ -33,11 +33,13 @@ class RecorderTimes:
         ttl_s: time to live of the engine's session; it is renewed three times within it.
         call_s: deadline of one call to the store.
         retry_s: pause after a call that failed.
+        reconcile_s: between two comparisons of what is recorded with what should be.
     """
 
     ttl_s: float = 10.0
     call_s: float = 1.0
     retry_s: float = 0.5
+    reconcile_s: float = 60.0
 
 
 class EngineRecorder:
@@ -66,6 +68,7 @@ class EngineRecorder:
         self._refuse = refuse
         self._session: Session | None = None
         self._renewed_s = 0.0
+        self._reconcile_due_s = 0.0
         self._wanted: dict[int, tuple[LeaseRecord, int]] = {}
         self._dirty: dict[int, None] = {}
         self._gone: dict[int, None] = {}
@@ -109,7 +112,8 @@ class EngineRecorder:
             try:
                 await self._write()
                 self._tell_answered()
-                pause_s = self._renewed_s + self._times.ttl_s / 3 - self._clock.now_s()
+                due_s = min(self._renewed_s + self._times.ttl_s / 3, self._reconcile_due_s)
+                pause_s = due_s - self._clock.now_s()
             except EngineIdReused as error:
                 self._refuse(error)
                 return
@@ -149,6 +153,30 @@ class EngineRecorder:
         while self._dirty:
             await self._write_lease(session, next(iter(self._dirty)))
             await self._renew_if_due(session)
+        if self._clock.now_s() >= self._reconcile_due_s:
+            await self._reconcile(session)
+
+    async def _reconcile(self, session: Session) -> None:
+        """Finds records that the engine does not stand for, and leases whose records are gone, as after a deletion.
+
+        The next pass writes what is found. Nothing else writes for the session meanwhile.
+        """
+        recorded = await self._bounded(session.list_recorded())
+        self._reconcile_due_s = self._clock.now_s() + self._times.reconcile_s
+        ghosts = dict.fromkeys(recorded - self._wanted.keys())
+        missing = dict.fromkeys(self._wanted.keys() - recorded)
+        if ghosts or missing:
+            _log.warning(
+                "the store's records are put right",
+                extra={
+                    "engine_id": self._engine.holder.engine_id,
+                    "ghosts": len(ghosts),
+                    "missing": len(missing),
+                },
+            )
+            self._gone |= ghosts
+            self._dirty |= missing
+            self._changed.set()
 
     async def _renew_if_due(self, session: Session) -> None:
         before_s = self._clock.now_s()
@@ -185,6 +213,7 @@ class EngineRecorder:
         before_s = self._clock.now_s()
         self._session = await self._bounded(self._store.open_session(self._engine, self._times.ttl_s))
         self._renewed_s = before_s
+        self._reconcile_due_s = before_s + self._times.reconcile_s
         self._engine_dirty = False
         self._dirty = dict.fromkeys(self._wanted)
         self._gone = {}

@@ -90,6 +90,10 @@ class _SimSession:
         """Removes records that the session owns."""
         await self._store.ask(lambda: self._session.remove_leases(lease_ids))
 
+    async def list_recorded(self) -> frozenset[int]:
+        """Leases whose records the store has in this session."""
+        return await self._store.ask(self._session.list_recorded)
+
     async def end(self) -> None:
         """Removes the registration and every record of the session."""
         await self._store.ask(self._session.end)

@@ -148,6 +148,13 @@ class EtcdClient:
         response = await self._call(path, request, etcd_pb2.LeaseKeepAliveResponse)
         return response.TTL > 0
 
+    async def attached_keys(self, lease: int) -> tuple[str, ...]:
+        """The keys that end with a lease; none when it has ended."""
+        request = etcd_pb2.LeaseTimeToLiveRequest(ID=lease, keys=True)
+        path = "/etcdserverpb.Lease/LeaseTimeToLive"
+        response = await self._call(path, request, etcd_pb2.LeaseTimeToLiveResponse)
+        return tuple(key.decode() for key in response.keys)
+
     async def revoke(self, lease: int) -> None:
         """Ends a lease and removes its keys in one revision; idempotent."""
         request = etcd_pb2.LeaseRevokeRequest(ID=lease)

@@ -9,7 +9,7 @@ from kvlease.etcd import etcd_pb2
 from kvlease.store.etcd_client import EtcdClient
 from kvlease.store.etcd_operations import delete, found, get, has_lease, nested, put, unchanged
 from kvlease.store.etcd_values import conversation_of, conversation_value, engine_value, lease_of, lease_value
-from kvlease.store.keys import conversation_key, engine_key, lease_key
+from kvlease.store.keys import conversation_key, engine_key, lease_key, lease_of_key
 from kvlease.store.port import Recorded, predecessors_of
 
 BOOT_TTL_S = 24 * 3600
@@ -80,6 +80,20 @@ class EtcdSession:
         owned = [lease_id for lease_id in lease_ids if lease_id in self._conversation_keys]
         for start in range(0, len(owned), REMOVED_MAX):
             await self._remove(owned[start : start + REMOVED_MAX])
+
+    async def list_recorded(self) -> frozenset[int]:
+        """Leases whose records etcd has in this session."""
+        await self._transact([], [], [])
+        keys = await self._client.attached_keys(self._lease)
+        recorded = frozenset(lease_id for key in keys if (lease_id := lease_of_key(key)) is not None)
+        for lease_id in recorded - self._conversation_keys.keys():
+            kv = await self._client.get(lease_key(lease_id))
+            record = None if kv is None else lease_of(kv)
+            named = record is not None and record.conversation_key
+            self._conversation_keys[lease_id] = (
+                conversation_key(record.tenant, record.conversation_key) if record and named else ""
+            )
+        return recorded
 
     async def end(self) -> None:
         """Removes the registration and every record of the session in one revision."""

@@ -9,7 +9,7 @@
 import struct
 from hashlib import blake2b
 
-from kvlease.core.ids import lease_id_to_hex
+from kvlease.core.ids import lease_id_from_hex, lease_id_to_hex
 
 ROOT = "/kvlease/v1"
 ENGINES = f"{ROOT}/engines/"
@@ -31,6 +31,11 @@ def boot_key(engine_id: str) -> str:
 def lease_key(lease_id: int) -> str:
     """Where a lease's record lies."""
     return LEASES + lease_id_to_hex(lease_id)
+
+
+def lease_of_key(key: str) -> int | None:
+    """The lease whose record lies under a key, None for another key."""
+    return lease_id_from_hex(key.removeprefix(LEASES)) if key.startswith(LEASES) else None
 
 
 def conversation_key(tenant: str, conversation: bytes) -> str:

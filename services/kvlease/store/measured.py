@@ -67,6 +67,10 @@ class _MeasuredSession:
         """Removes records."""
         await self._timer.timed("remove_leases", self._inner.remove_leases(lease_ids))
 
+    async def list_recorded(self) -> frozenset[int]:
+        """Leases whose records the store has."""
+        return await self._timer.timed("list_recorded", self._inner.list_recorded())
+
     async def end(self) -> None:
         """Removes the registration and every record of the session."""
         await self._timer.timed("end_session", self._inner.end())

@@ -141,6 +141,12 @@ class MemoryStore:
         self._lease_feed.publish(tuple(changes))
         return Recorded(record.generation, superseded)
 
+    def recorded_by(self, session: "MemorySession") -> frozenset[int]:
+        """The leases that a session owns."""
+        return frozenset(
+            lease_id for lease_id, entry in self._state.leases.items() if entry.session is session
+        )
+
     def drop_leases(self, session: "MemorySession", lease_ids: Sequence[int] | None) -> None:
         """Removes those of the leases, or all, that the session owns."""
         state = self._state
@@ -202,6 +208,11 @@ class MemorySession:
         """Removes records that the session owns."""
         self._check()
         self._store.drop_leases(self, lease_ids)
+
+    async def list_recorded(self) -> frozenset[int]:
+        """Leases whose records the store has in this session."""
+        self._check()
+        return self._store.recorded_by(self)
 
     async def end(self) -> None:
         """Removes the registration and every record of the session in one event."""

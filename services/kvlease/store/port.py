@@ -89,6 +89,13 @@ class Session(Protocol):
         """Removes records that the session owns; what it does not own stays as it is."""
         ...
 
+    async def list_recorded(self) -> frozenset[int]:
+        """Leases whose records the store has in this session, whoever wrote or removed some meanwhile.
+
+        `remove_leases` removes any of them.
+        """
+        ...
+
     async def end(self) -> None:
         """Removes the registration and every record of the session in one event. Idempotent."""
         ...

@@ -75,6 +75,10 @@ class _BreakableSession:
         self._store.check()
         await self._session.remove_leases(lease_ids)
 
+    async def list_recorded(self) -> frozenset[int]:
+        self._store.check()
+        return await self._session.list_recorded()
+
     async def end(self) -> None:
         self._store.check()
         await self._session.end()
