@@ -120,7 +120,7 @@ class Transcript:
         message = {"role": "assistant", "content": reply.text, "tool_calls": list(reply.tool_calls)}
         normalised = _normalised(message)
         previous = self.keys[-1] if self.keys else 0
-        key = _link(self.root, previous, _canonical(normalised))
+        key = _link(self.root, previous, _payload(normalised))
         keys = (*self.keys, key)[-CHAIN_KEYS_MAX:]
         return Leaf(keys, self.text_bytes + _text_bytes(normalised), previous)
 
@@ -136,7 +136,7 @@ def message_transcript(
     for message in messages:
         normalised = _normalised(message)
         replies += isinstance(message, dict) and cast("dict[str, Any]", message).get("role") == "assistant"
-        keys.append(_link(root, keys[-1] if keys else 0, _canonical(normalised)))
+        keys.append(_link(root, keys[-1] if keys else 0, _payload(normalised)))
         ends.append((ends[-1] if ends else 0) + _text_bytes(normalised))
     return Transcript(root, tuple(keys), tuple(ends), replies=replies)
 
@@ -234,6 +234,20 @@ def _utf8(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(_utf8(text))
+
+
+def _payload(message: object) -> bytes:
+    """A message as bytes that no other message has. Text, which may be long, is not escaped on its way."""
+    fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+    content = fields.get("content")
+    if not isinstance(content, str):
+        return bytes(4) + _canonical(message)
+    head = _canonical({**fields, "content": None})
+    return len(head).to_bytes(4, "big") + head + _utf8(content)
+
+
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
@@ -296,10 +310,10 @@ def _text_bytes(message: object) -> int:
     fields = cast("dict[str, Any]", message)
     content = fields.get("content")
     if isinstance(content, str):
-        size = len(_utf8(content))
+        size = _utf8_bytes(content)
     elif isinstance(content, list):
         parts = cast("list[object]", content)
-        sizes = [OPAQUE_PART_BYTES if text is None else len(_utf8(text)) for text in map(_part_text, parts)]
+        sizes = [OPAQUE_PART_BYTES if text is None else _utf8_bytes(text) for text in map(_part_text, parts)]
         size = sum(sizes)
     else:
         size = 0

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, cast
 
+import orjson
+
 from kvlease.core.conversation import Reply, Transcript
 from kvlease.core.turn import PARAMS_KEY
 from kvlease.router.reserved import KV_FIELD
@@ -115,7 +117,11 @@ class Dialect(Protocol):
 
 def encode(body: Mapping[str, Any]) -> bytes:
     """JSON in UTF-8 without spaces."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        # Integers of more than 64 bits, and 254 levels: valid JSON all the same.
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def without(fields: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
