@@ -40,6 +40,7 @@ class TurnRecord:
         verified_tokens: tokens of the lease that belong to the prompt, as the reader verified.
         outcome: what the reader says of its READ; empty without one.
         ended: `well`, `badly` or `aborted`; empty while the turn runs.
+        prefill_retries: tries of the prefill leg after the first one; `decode_retries` likewise.
     """
 
     request_id: str
@@ -57,6 +58,8 @@ class TurnRecord:
     prefill_engine_id: str = ""
     decode_engine_id: str = ""
     ended: str = ""
+    prefill_retries: int = 0
+    decode_retries: int = 0
 
 
 @dataclass(slots=True)

@@ -122,6 +122,7 @@ class DecodeLeg:
         chosen = choose_decode(signals, without=tried)
         if chosen is None:
             return False
+        turn.record.decode_retries += 1
         changed = replace(turn.plan, decode_engine_id=chosen.engine_id, keep=chosen.retain)
         prefill = self._services.engines.get(turn.plan.prefill_engine_id)
         fits = prefill is not None and prefill.layout.layout_hash == chosen.layout_hash and chosen.retain

@@ -50,6 +50,7 @@ class TurnMetrics:
         self._recomputed = metrics.counter(catalogue.RECOMPUTED_TOKENS)
         self._tenant_prompt = metrics.counter(catalogue.TENANT_PROMPT_TOKENS)
         self._tenant_reused = metrics.counter(catalogue.TENANT_REUSED_TOKENS)
+        self._retries = metrics.counter(catalogue.RETRIES)
         self._legs = CallTimer(metrics, catalogue.LEG_SECONDS, clock.now_s)
 
     def observe(self, record: TurnRecord, tenant: str) -> None:
@@ -62,6 +63,8 @@ class TurnMetrics:
         self._recomputed.labels(path).inc(max(0, record.prompt_tokens - record.reused_tokens))
         self._tenant_prompt.labels(label).inc(record.prompt_tokens)
         self._tenant_reused.labels(label).inc(record.reused_tokens)
+        self._retries.labels("prefill").inc(record.prefill_retries)
+        self._retries.labels("decode").inc(record.decode_retries)
         if record.ttft_s is not None:
             self._ttft.labels(path).observe(record.ttft_s)
 

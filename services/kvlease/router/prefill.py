@@ -52,6 +52,7 @@ class PrefillLeg:
             if chosen is None:
                 break
             turn.plan = replace(turn.plan, prefill_engine_id=chosen.engine_id)
+            turn.record.prefill_retries += 1
         turn.change_plan(without_prefill(turn, PlanReason.PREFILL_FAILED))
         return None
 
