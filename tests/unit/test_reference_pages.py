@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from kvlease.core.planning import PlanReason
 from kvlease.v1 import errors_pb2
 from kvlease.wire.errors import ERRORS
 
@@ -58,3 +59,8 @@ def test_the_table_of_errors_names_every_reason_under_its_status() -> None:
     for row in ERRORS.values():
         reason = errors_pb2.ErrorReason.Name(row.reason).removeprefix("ERROR_REASON_")
         assert f"`{reason}`" in rows[row.status.name]
+
+
+def test_operations_says_of_every_reason_what_it_means() -> None:
+    page = (DOCS / "operations.md").read_text()
+    assert [reason.value for reason in PlanReason if f"`{reason.value}`" not in page] == []
