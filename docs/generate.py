@@ -1,7 +1,8 @@
 """Writes the reference pages: `make docs`, or `python docs/generate.py`.
 
-`configuration.md` comes from the configuration classes, the tables of `api.md` from the .proto files: what lies
-between the two marker lines of each page. `--check` writes nothing and exits 1 when a page is not current.
+`configuration.md` comes from the configuration classes, the tables of `api.md` from the .proto files, `metrics.md`
+from the catalogue of metrics, `commands.md` from the parsers: what lies between the two marker lines of each page.
+`--check` writes nothing and exits 1 when a page is not current.
 """
 
 import inspect
@@ -25,8 +26,11 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
+from kvlease.cli import COMMANDS, parser_of
+from kvlease.completion import completion_of
 from kvlease.registry.config import RegistryConfig
 from kvlease.router.config import RouterConfig
+from kvlease.runtime.metric_catalogue import catalogue_table
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sim.config import SimConfig
 from kvlease_vllm.settings import ConnectorSettings
@@ -40,6 +44,9 @@ PROCESSES: dict[str, tuple[type[Any], str]] = {
     "sidecar": (SidecarConfig, "kvlease sidecar"),
     "sim": (SimConfig, "python -m kvlease.sim"),
 }
+COMMON_FLAGS = ("--help", "--output", "--timeout-s", "--tls-dir", "--registry")
+"""Flags of nearly every operator's command, which `commands.md` tells once."""
+
 SCALARS = {
     number: name.removeprefix("TYPE_").lower()
     for name, number in FieldDescriptorProto.Type.items()
@@ -202,6 +209,29 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def commands() -> str:
+    """The flags of each operator's command, verb by verb."""
+    parts: list[str] = []
+    for name, (module, meaning) in COMMANDS.items():
+        if not module.startswith("kvlease.operator."):
+            continue
+        parser = parser_of(name)
+        parts += [
+            f"### kvlease {name}",
+            f"{meaning[0].upper()}{meaning[1:]}. {parser.epilog or ''}".rstrip(),
+            "",
+        ]
+        found = completion_of(name, meaning, parser)
+        for verb in found.verbs or [found]:
+            flags = {flag: meaning for flag, meaning in verb.flags.items() if flag not in COMMON_FLAGS}
+            if flags:
+                title = f"kvlease {name} {verb.name}" if verb is not found else f"kvlease {name}"
+                parts += [f"| `{title}` | |", "|---|---|"]
+                parts += [_row(f"`{flag}`", meaning) for flag, meaning in flags.items()]
+                parts.append("")
+    return "\n".join(parts)
+
+
 def rewrite(page: str, generated: str) -> str:
     """The page with what lies between its markers replaced.
 
@@ -217,8 +247,13 @@ def rewrite(page: str, generated: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Each page with a generated part, as it should be."""
-    parts = {DOCS / "configuration.md": configuration(), DOCS / "api.md": grpc_api()}
-    return {page: rewrite(page.read_text(), generated) for page, generated in parts.items()}
+    parts = {
+        "configuration.md": configuration(),
+        "api.md": grpc_api(),
+        "metrics.md": catalogue_table() + "\n",
+        "commands.md": commands(),
+    }
+    return {DOCS / name: rewrite((DOCS / name).read_text(), text) for name, text in parts.items()}
 
 
 def main(arguments: list[str]) -> int:

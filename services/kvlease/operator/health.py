@@ -53,9 +53,12 @@ class Health:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `kvlease health`."""
-    parser.add_argument("--registry", type=host_port, action="append", default=[], metavar="HOST:PORT")
-    parser.add_argument("--sidecar", type=host_port, action="append", default=[], metavar="HOST:PORT")
-    parser.add_argument("--router", action="append", default=[], metavar="URL")
+    for flag in ("--registry", "--sidecar"):
+        meaning = f"a {flag.removeprefix('--')}'s gRPC address"
+        parser.add_argument(
+            flag, type=host_port, action="append", default=[], metavar="HOST:PORT", help=meaning
+        )
+    parser.add_argument("--router", action="append", default=[], metavar="URL", help="a router's base URL")
     parser.add_argument(
         "--live",
         action="store_true",
