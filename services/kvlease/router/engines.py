@@ -7,6 +7,7 @@ remembered for a while, and serves turns without leases when there is no other.
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 
 from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder
@@ -16,6 +17,20 @@ from kvlease.store.port import Batch
 
 RANK_HEADER = "X-data-parallel-rank"
 UNREGISTERED_MAX = 64
+
+
+class EngineState(Enum):
+    """What an engine is good for, as this router sees it.
+
+    A suspect one failed a call a moment ago, a stalled one makes no progress, an unregistered one has lost its
+    sidecar; all three serve only where no other can.
+    """
+
+    READY = "ready"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+    STALLED = "stalled"
+    UNREGISTERED = "unregistered"
 
 
 class EngineTable:
@@ -102,6 +117,11 @@ class EngineTable:
         """Whether an engine is avoided because it made no progress."""
         return engine.holder.engine_id in self._stalled
 
+    def states(self) -> list[tuple[Engine, EngineState, int]]:
+        """Every engine that is known, what it is good for, and its turns in flight."""
+        known = [*self._engines.values(), *self._last_resort()]
+        return [(engine, self._state(engine), self._running[engine.holder.engine_id]) for engine in known]
+
     def headers(self, engine: Engine) -> Mapping[str, str]:
         """What a request needs to reach this engine and not another rank behind the same URL."""
         shared = sum(other.url == engine.url for other in self._engines.values()) > 1
@@ -128,6 +148,18 @@ class EngineTable:
     def _last_resort(self) -> list[Engine]:
         now_s = self._clock.now_s()
         return [engine for until_s, engine in self._unregistered.values() if now_s < until_s]
+
+    def _state(self, engine: Engine) -> EngineState:
+        engine_id = engine.holder.engine_id
+        if engine_id not in self._engines:
+            return EngineState.UNREGISTERED
+        if engine.draining:
+            return EngineState.DRAINING
+        if engine_id in self._stalled:
+            return EngineState.STALLED
+        now_s = self._clock.now_s()
+        suspect = now_s < self._suspect_until_s.get(engine_id, now_s)
+        return EngineState.SUSPECT if suspect else EngineState.READY
 
     def _signal(self, engine: Engine) -> EngineSignal:
         engine_id, now_s = engine.holder.engine_id, self._clock.now_s()

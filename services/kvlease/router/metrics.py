@@ -1,10 +1,9 @@
 """What a router counts of its turns, and what it tells of its tables when it is scraped."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from kvlease.core.clock import Clock
-from kvlease.core.planning import EngineSignal
 from kvlease.core.renewal import RenewalTable
 from kvlease.router.background import Background
 from kvlease.router.conversation import TurnRecord
@@ -90,28 +89,19 @@ class TableGauges:
 
     def __call__(self) -> Iterator[Sample]:
         """What a scrape has of them."""
-        yield from _engine_samples(self._engines.signals(""))
+        yield from self._engine_samples()
         yield Sample(catalogue.CONVERSATIONS, len(self._conversations))
         yield Sample(catalogue.RECORDED_LEASES, self._conversations.recorded_leases)
         yield Sample(catalogue.RENEWED_LEASES, len(self._renewals))
         yield Sample(catalogue.DROPPED_DUTIES, self._background.dropped)
 
-
-def _engine_samples(signals: Iterable[EngineSignal]) -> Iterator[Sample]:
-    states: Counter[tuple[str, str]] = Counter()
-    running: Counter[str] = Counter()
-    for signal in signals:
-        states[signal.role.value, _state(signal)] += 1
-        running[signal.role.value] += signal.running
-    for labels, count in sorted(states.items()):
-        yield Sample(catalogue.ENGINES, count, labels)
-    for role, count in sorted(running.items()):
-        yield Sample(catalogue.RUNNING_LEGS, count, (role,))
-
-
-def _state(signal: EngineSignal) -> str:
-    if not signal.registered:
-        return "unregistered"
-    if signal.draining:
-        return "draining"
-    return "suspect" if signal.suspect else "ready"
+    def _engine_samples(self) -> Iterator[Sample]:
+        counts: Counter[tuple[str, str]] = Counter()
+        legs: Counter[str] = Counter()
+        for engine, state, running in self._engines.states():
+            counts[engine.role.value, state.value] += 1
+            legs[engine.role.value] += running
+        for labels, count in sorted(counts.items()):
+            yield Sample(catalogue.ENGINES, count, labels)
+        for role, count in sorted(legs.items()):
+            yield Sample(catalogue.RUNNING_LEGS, count, (role,))

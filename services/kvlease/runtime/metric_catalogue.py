@@ -198,7 +198,8 @@ DROPPED_DUTIES = _counter(
 
 ENGINES = _gauge(
     "kvlease_engines",
-    "Engines by role and state: ready, draining, suspect (a call failed a moment ago)",
+    "Engines by role and state: ready or draining; routers also tell suspect (a call failed a moment ago), stalled "
+    "(no progress), unregistered (without a sidecar)",
     ("role", "state"),
     "router",
     "registry",
