@@ -38,11 +38,18 @@ from kvlease.store.memory import MemorySession
 
 SEEDS_MAX = 200
 
-SCARCE = WorldSettings(seed=1, clients=5, total_blocks=110, read_s=(2.6, 7.0))
-"""Blocks are scarce, so that a freed one is soon written again, and READs are slow."""
+SCARCE = WorldSettings(
+    seed=1,
+    duration_s=25.0,
+    clients=5,
+    total_blocks=100,
+    read_s=(2.6, 7.0),
+    network=NetworkSettings(slow_share=0.1),
+)
+"""Blocks are scarce, so that a freed one is soon written again; READs and messages are slow."""
 
-REPEATED = replace(SCARCE, network=NetworkSettings(repeats=0.2))
-"""Messages come twice, the second time late."""
+REPEATED = replace(SCARCE, total_blocks=160, network=NetworkSettings(repeats=0.3))
+"""Messages come twice, the second time late, and there is room for several readers of one lease."""
 
 
 # --- the holder -------------------------------------------------------------------------------------------
@@ -103,12 +110,14 @@ class ForgetsDeadlineOfRead(HoldTable):
             super()._expire_if_due(now_s, hold)
 
 
-class KeepsHoldsOverReset(HoldTable):
-    """The cache is reset under the leases: their blocks stay referenced, and what they hold may be anything."""
+class SleepsOverLeases(WatchedEngine):
+    """The caches are cleared for sleep, and the leases stay: what their blocks hold may be anything."""
 
-    def reset(self, now_s: float) -> bool:
-        holder = self.holder
-        self.holder = Holder(holder.engine_id, holder.boot_id, holder.epoch + 1)
+    def reset_prefix_cache(self) -> bool:
+        if self.running or self.reader.quarantined_blocks or self.holder.reading_blocks():
+            return super().reset_prefix_cache()
+        for block_id in range(self.pool.total_blocks):
+            self.pool._forget(block_id)
         return True
 
 
@@ -326,7 +335,7 @@ PLANTS: dict[str, Plant] = {
     "a fence without the skew of clocks": Plant(reader_of(FenceWithoutSkew), "d", 1, "1e"),
     "a late write without quarantine": Plant(reader_of(NoQuarantine), "a", 1, "2"),
     "an UNPIN of whichever reader": Plant(Parts(engine=holder_of(UnpinsWhomever)), "ad", 1, "4", REPEATED),
-    "a reset that keeps leases": Plant(Parts(engine=holder_of(KeepsHoldsOverReset)), "adf", 1, "5"),
+    "a sleep that keeps leases": Plant(Parts(engine=SleepsOverLeases), "a", 1, "5"),
     "a supersede that is lost during a READ": Plant(Parts(engine=holder_of(HasNoDraining)), "c", 1, "8"),
     "a deadline that is lost during a READ": Plant(
         Parts(engine=holder_of(ForgetsDeadlineOfRead)), "b", 1, "8"

@@ -12,6 +12,9 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+TIMER_LEAST_S = 1e-6
+"""No timer is shorter: what is due in less than clocks can tell would be waited for again and again, and for ever."""
+
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -170,6 +173,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _set_timer(
         self, virtual_s: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context
     ) -> asyncio.TimerHandle:
+        virtual_s = max(virtual_s, self.virtual_s + TIMER_LEAST_S)
         timer = asyncio.TimerHandle(virtual_s, callback, args, self, context)
         self._timers_set += 1
         heapq.heappush(self._timers, (virtual_s, self._timers_set, timer, context.get(CURRENT)))

@@ -65,9 +65,10 @@ class SimNetwork:
     # --- processes ----------------------------------------------------------------------------------------
 
     def start(self, name: str) -> Process:
-        """Starts a process with a clock of its own, up to 10 % too slow or too fast."""
+        """Starts a process with a clock of its own, up to 10 % too slow or too fast, and often just that."""
         random = self._random
-        process = Process(self.loop, name, random.uniform(0, 1e4), random.uniform(0.9, 1.1))
+        rate = random.choice((0.9, 1.1, random.uniform(0.9, 1.1)))
+        process = Process(self.loop, name, random.uniform(0, 1e4), rate)
         self.processes[name] = process
         self._started.append(process)
         self.note(f"start {name}")

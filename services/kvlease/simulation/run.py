@@ -21,14 +21,14 @@ from kvlease.simulation.world import World, WorldSettings
 STARTED_S = 1.5
 """Every engine is attached and known to the routers after this."""
 
-REPAIRED_S = 6.0
+REPAIRED_S = 5.0
 """After the last fault: streams stand again, and nobody suspects an engine any more."""
 
 SURVIVORS = 2
 PAUSE_S = 7.0
 """Between a survivor's turns: longer than a lease that nobody renews, shorter than the gap in which it is renewed."""
 
-SUFFIX_WORDS = (2, 400)
+SUFFIX_WORDS = (2, 120)
 """Of the second turn: one that is appended, and one that is read back."""
 
 QUIET_S = 24.0

@@ -14,6 +14,9 @@ from kvlease.sim.model import Sample, SimModel, tokens_of_messages
 from kvlease.simulation.loop import Process
 from kvlease.simulation.world import MODEL, World
 
+BRANCHES = 0.2
+"""Share of the turns beside which another one reads the same lease."""
+
 PATIENCE_S = 30.0
 """After this a client leaves: longer than any turn takes while its router runs."""
 
@@ -179,10 +182,11 @@ class Client:
         loop, random, count = self._world.loop, self._random, 0
         while loop.virtual_s < until_s:
             count += 1
-            messages: list[dict[str, Any]] = [{"role": "system", "content": self._text(5, 30)}]
+            messages: list[dict[str, Any]] = [{"role": "system", "content": self._text(5, 20)}]
             for _ in range(random.randint(2, 6)):
-                messages.append({"role": "user", "content": self._text(2, 100)})
-                reply = await self._turn(messages, f"client-{self._number}-{count}")
+                branch = [*messages, {"role": "user", "content": self._text(2, 60)}]
+                messages.append({"role": "user", "content": self._text(2, 60)})
+                reply = await self._next(messages, branch, f"client-{self._number}-{count}")
                 if reply is None or loop.virtual_s >= until_s:
                     await asyncio.sleep(0.5)
                     break
@@ -191,7 +195,18 @@ class Client:
                     break
                 if random.random() < 0.1:
                     messages[random.randrange(len(messages))]["content"] = self._text(2, 40)
-                await asyncio.sleep(random.choice([0.0, 0.3, 1.0, 3.0, 9.0]) * random.random())
+                await asyncio.sleep(random.choice([0.0, 0.3, 1.0, 3.0, 6.0]) * random.random())
+
+    async def _next(
+        self, messages: Sequence[dict[str, Any]], branch: Sequence[dict[str, Any]], conversation_id: str
+    ) -> str | None:
+        """The next turn; at times another one that goes on from the same turn runs beside it."""
+        if self._random.random() > BRANCHES:
+            return await self._turn(messages, conversation_id)
+        said = await asyncio.gather(
+            self._turn(messages, conversation_id), self._turn(branch, conversation_id)
+        )
+        return said[0]
 
     async def _turn(self, messages: Sequence[dict[str, Any]], conversation_id: str) -> str | None:
         random = self._random

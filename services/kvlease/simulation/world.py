@@ -29,10 +29,14 @@ from kvlease.simulation.watched import WatchedEngine, WatchedRenewals, WatchedSt
 
 MODEL = "sim"
 
+PIN_WAIT_S = 2.0
+"""A reader waits this long for its pin, as the connector does."""
+
 TICK_S = 0.5
 """Engines look at their deadlines this often while nobody asks."""
 
 ROUTER = RouterConfig(
+    append_tokens_max=150,
     heartbeat_interval_s=1.5,
     lease_duration_s=6.0,
     reservation_s=6.0,
@@ -73,15 +77,15 @@ class WorldSettings:
     """
 
     seed: int
-    duration_s: float = 15.0
+    duration_s: float = 10.0
     prefill: int = 1
     decode: int = 2
     clients: int = 3
     routers: int = 2
     registries: int = 2
     faults: bool = True
-    fault_every_s: float = 1.0
-    total_blocks: int = 160
+    fault_every_s: float = 0.7
+    total_blocks: int = 120
     read_s: tuple[float, float] = (0.5, 5.0)
     read_part_s: float = 3.0
     network: NetworkSettings = field(default_factory=NetworkSettings)
@@ -217,7 +221,7 @@ class World:
         )
 
         def make(process: Process) -> None:
-            pins = SimPins(self.network, self, sidecar_of(name), wait_s=1.0)
+            pins = SimPins(self.network, self, sidecar_of(name), PIN_WAIT_S)
             engine = self.settings.parts.engine(
                 self.settings.engine(), holder, KvLocation(name, 1), process, pins, transfers
             )
