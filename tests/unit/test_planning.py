@@ -12,12 +12,15 @@ from kvlease.core.planning import (
     Plan,
     PlanLimits,
     PlanReason,
+    Price,
+    ReadRates,
     TurnPath,
     TurnSignals,
     choose_decode,
     choose_prefill,
     plan,
 )
+from kvlease.core.rates import Line
 from kvlease.core.records import EngineRole
 
 PREFILL = EngineSignal("p", EngineRole.PREFILL, "layout")
@@ -165,7 +168,125 @@ def test_a_draining_engine_gets_no_turn_and_its_leases_are_read() -> None:
     other = replace(DECODE, engine_id="other")
     assert planned(PlanReason.FIRST_TURN, PREFILL, draining, other).decode_engine_id == "other"
     made = planned(LeaseSignal("d", 10, 1000), PREFILL, draining, other)
-    assert (made.path, made.decode_engine_id) == (TurnPath.READBACK, "other")
+    assert (made.path, made.reason) == (TurnPath.READBACK, PlanReason.DRAINING)
+    assert made.decode_engine_id == "other"
     assert plan(TurnSignals(PlanReason.FIRST_TURN, (PREFILL, draining))) is None
     alone = planned(PlanReason.FIRST_TURN, replace(PREFILL, draining=True), DECODE)
     assert alone == Plan(TurnPath.RECOMPUTE, PlanReason.NO_PREFILL_ENGINE, "d")
+
+
+def test_an_overloaded_holder_is_left_for_one_with_less_than_half_its_load() -> None:
+    holder = replace(DECODE, running=128)
+    idle, busy = replace(DECODE, engine_id="idle", running=60), replace(DECODE, engine_id="busy", running=70)
+    made = planned(LeaseSignal("d", 10, 1000), PREFILL, holder, idle)
+    assert (made.path, made.reason) == (TurnPath.READBACK, PlanReason.DECODE_OVERLOADED)
+    assert made.decode_engine_id == "idle"
+    assert planned(LeaseSignal("d", 10, 1000), PREFILL, holder, busy).decode_engine_id == "d"
+
+
+def test_of_equally_loaded_decode_engines_the_one_that_holds_least_is_chosen() -> None:
+    holds_more = replace(DECODE, engine_id="a", held_tokens=1000)
+    assert planned(PlanReason.FIRST_TURN, PREFILL, holds_more, DECODE).decode_engine_id == "d"
+
+
+def test_an_engine_that_has_just_joined_gets_a_smaller_share() -> None:
+    joined = replace(DECODE, engine_id="a", running=2, warmth=0.1)
+    assert (
+        planned(PlanReason.FIRST_TURN, PREFILL, joined, replace(DECODE, running=20)).decode_engine_id == "d"
+    )
+    assert (
+        planned(PlanReason.FIRST_TURN, PREFILL, joined, replace(DECODE, running=40)).decode_engine_id == "a"
+    )
+
+
+def test_a_full_engine_is_chosen_only_when_all_are_full() -> None:
+    full = replace(DECODE, engine_id="full", full=True)
+    assert planned(LeaseSignal("full", 10, 1000), PREFILL, full, DECODE).decode_engine_id == "d"
+    assert planned(LeaseSignal("full", 10, 1000), PREFILL, full).decode_engine_id == "full"
+
+
+def test_the_prefill_engine_that_is_soonest_done_is_chosen() -> None:
+    idle = replace(PREFILL, engine_id="idle")
+    cached = replace(PREFILL, engine_id="cached", cached_tokens=4000, backlog_tokens=1000, running=1)
+    assert choose_prefill((idle, cached), DECODE, prompt_tokens=4096) == cached
+    assert choose_prefill((idle, cached), DECODE, prompt_tokens=512) == idle
+    slow = replace(idle, prefill=Line(0.0, 1e-3, 50))
+    fast = replace(cached, cached_tokens=0, prefill=Line(0.0, 1e-5, 50))
+    assert choose_prefill((slow, fast), DECODE, prompt_tokens=512) == fast
+
+
+# --- measured rates -----------------------------------------------------------------------------------------
+
+PER_TOKEN = Line(0.0, 1e-4, 100)
+MEASURED = (replace(PREFILL, prefill=PER_TOKEN), replace(DECODE, prefill=PER_TOKEN))
+READS = ReadRates(readback=Line(0.01, 1e-5, 100), handover=Line(0.01, 1e-5, 100))
+
+
+def priced(suffix_tokens: int, *engines: EngineSignal, **signals: object) -> Plan:
+    lease = LeaseSignal("d", suffix_tokens, tokens=8000)
+    return planned(lease, *(engines or MEASURED), **({"rates": READS} | signals))
+
+
+def test_the_fastest_path_by_measured_rates_is_taken_whatever_the_thresholds_say() -> None:
+    short, long = priced(600), priced(4000)
+    assert (short.path, short.reason) == (TurnPath.APPEND, PlanReason.FASTEST)
+    assert [price.path for price in short.prices] == list(TurnPath)
+    assert short.prices[0] == Price(TurnPath.APPEND, compute_s=pytest.approx(0.06))
+    # The same suffix costs a decode engine no more than a prefill engine, but READs come on top.
+    assert long.path is TurnPath.APPEND
+    crowded = replace(MEASURED[1], running=100)
+    assert priced(600, MEASURED[0], crowded).path is TurnPath.READBACK
+
+
+def test_a_slow_link_makes_recompute_the_fastest_path() -> None:
+    crowded = replace(MEASURED[1], running=127)
+    slow = ReadRates(readback=Line(2.0, 1e-3, 100), handover=READS.handover)
+    assert priced(1000, MEASURED[0], crowded, rates=slow).path is TurnPath.RECOMPUTE
+    fast_pair = replace(slow, pairs={("d", "p"): READS.readback})
+    assert priced(1000, MEASURED[0], crowded, rates=fast_pair).path is TurnPath.READBACK
+
+
+def test_the_wait_at_the_prefill_engine_is_part_of_its_paths() -> None:
+    crowded = replace(MEASURED[1], running=20)
+    queued = replace(MEASURED[0], backlog_tokens=20_000)
+    assert priced(600, MEASURED[0], crowded).path is TurnPath.READBACK
+    assert priced(600, queued, crowded).path is TurnPath.APPEND
+
+
+@pytest.mark.parametrize("unknown", ["prefill", "decode", "readback", "handover", "lease"])
+def test_thresholds_decide_until_every_rate_has_enough_samples(unknown: str) -> None:
+    few = Line(0.0, 1e-9, 31)
+    engines = [
+        replace(MEASURED[0], prefill=few) if unknown == "prefill" else MEASURED[0],
+        replace(MEASURED[1], prefill=few) if unknown == "decode" else MEASURED[1],
+    ]
+    rates = READS if unknown not in ("readback", "handover") else replace(READS, **{unknown: few})
+    tokens = 0 if unknown == "lease" else 8000
+    made = planned(LeaseSignal("d", 600, tokens), *engines, rates=rates)
+    assert (made.path, made.reason, made.prices) == (TurnPath.READBACK, PlanReason.LONG_SUFFIX, ())
+
+
+def test_a_conversation_keeps_its_path_until_another_one_is_clearly_faster() -> None:
+    decode = replace(MEASURED[1], running=8)
+    fresh = priced(800, MEASURED[0], decode)
+    assert (fresh.path, fresh.reason) == (TurnPath.APPEND, PlanReason.FASTEST)
+    kept = priced(800, MEASURED[0], decode, last_path=TurnPath.READBACK)
+    assert kept.path is TurnPath.APPEND
+    near = replace(MEASURED[1], running=16)
+    assert priced(800, MEASURED[0], near).path is TurnPath.READBACK
+    last = priced(800, MEASURED[0], near, last_path=TurnPath.APPEND)
+    assert (last.path, last.reason) == (TurnPath.APPEND, PlanReason.STEADY)
+
+
+@pytest.mark.parametrize("capped", ["p", "d"])
+def test_no_lease_is_read_while_an_engine_is_at_its_cap_of_reads(capped: str) -> None:
+    engines = [replace(e, reads=16 if e.engine_id == capped else 15) for e in BOTH]
+    made = planned(LeaseSignal("d", None, 8000), *engines)
+    assert (made.path, made.reason) == (TurnPath.RECOMPUTE, PlanReason.READS_CAPPED)
+    assert planned(LeaseSignal("d", 10, 8000), *engines).path is TurnPath.APPEND
+
+
+def test_a_turn_that_may_not_be_kept_is_not() -> None:
+    assert planned(PlanReason.REUSE_OFF, keep=False) == Plan(
+        TurnPath.RECOMPUTE, PlanReason.REUSE_OFF, "d", "p", keep=False
+    )

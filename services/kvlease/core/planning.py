@@ -1,10 +1,15 @@
-"""Which path a turn takes, and on which engines: a pure function of summary signals."""
+"""Which path a turn takes, and on which engines: a pure function of summary signals.
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+Where enough was measured, the path with the least predicted time to the first token is taken, the delay of those
+that decode beside it included (`core/cost.py`); else thresholds decide.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvlease.core.lease import MissReason
+from kvlease.core.rates import Line
 from kvlease.core.records import EngineRole
 
 
@@ -40,6 +45,12 @@ class PlanReason(Enum):
     BATCH = "batch"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
+    DRAINING = "draining"
+    FASTEST = "fastest"
+    STEADY = "steady"
+    READS_CAPPED = "reads_capped"
+    REUSE_OFF = "reuse_off"
+    VERIFY_ONLY = "verify_only"
 
 
 REASON_OF_MISS: dict[MissReason, PlanReason] = {
@@ -62,14 +73,23 @@ class PlanLimits:
     """Thresholds of the planner.
 
     Attributes:
-        append_tokens_max: longest suffix that D prefills itself; a longer one would hold up its decoding.
+        append_tokens_max: longest suffix that D prefills itself; a longer one would hold up its decoding. Counts
+            until rates are measured.
         reuse_tokens_min: leases of fewer tokens are not worth a READ.
-        decode_running_max: turns in flight at which D prefills nothing itself.
+        decode_running_max: turns in flight at which D prefills nothing itself, and another D is looked for.
+        reads_max: READs in flight at one engine, as source or as sink, past which no lease is read back.
+        samples_min: measurements below which a rate is not known.
+        steady_share: another path than the conversation's last one must be faster by this share.
+        delay_weight: what a second that a running stream waits counts for, beside a second to the first token.
     """
 
     append_tokens_max: int = 512
     reuse_tokens_min: int = 64
     decode_running_max: int = 128
+    reads_max: int = 16
+    samples_min: int = 32
+    steady_share: float = 0.2
+    delay_weight: float = 0.1
 
 
 DEFAULT_LIMITS = PlanLimits()
@@ -84,6 +104,13 @@ class EngineSignal:
         suspect: a call to it failed a moment ago; chosen only when there is no other.
         registered: False when only the engine itself is left, without a sidecar that speaks for it.
         draining: gets no new turns; its leases are read.
+        full: as many turns in flight as it may have.
+        warmth: share of the turns of its like that it gets, above 0 and at most 1; less after it joined.
+        backlog_tokens: tokens of prompts that it has to compute before a new one.
+        cached_tokens: tokens of this prompt that its own prefix cache is likely to hold.
+        held_tokens: tokens of the leases that it holds.
+        reads: READs in flight, as source or as sink.
+        prefill: how long it takes to compute tokens of a prompt, None when nothing is known.
     """
 
     engine_id: str
@@ -95,6 +122,18 @@ class EngineSignal:
     suspect: bool = False
     registered: bool = True
     draining: bool = False
+    full: bool = False
+    warmth: float = 1.0
+    backlog_tokens: int = 0
+    cached_tokens: int = 0
+    held_tokens: int = 0
+    reads: int = 0
+    prefill: Line | None = None
+
+    @property
+    def load(self) -> float:
+        """Turns in flight with one more, as an engine that is wholly warmed up would feel them."""
+        return (self.running + 1) / self.warmth
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +151,21 @@ class LeaseSignal:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRates:
+    """How long KV takes from one engine to another, as the sink's first token feels it.
+
+    Attributes:
+        readback: leases read by prefill engines, of any pair; None when nothing is known.
+        handover: prompts read by decode engines, of any pair.
+        pairs: by (source, sink), where enough is known of them.
+    """
+
+    readback: Line | None = None
+    handover: Line | None = None
+    pairs: Mapping[tuple[str, str], Line] = field(default_factory=dict[tuple[str, str], Line])
+
+
+@dataclass(frozen=True, slots=True)
 class TurnSignals:
     """All that a plan depends on.
 
@@ -121,6 +175,9 @@ class TurnSignals:
         preferred_engine_id: decode engine of the conversation's latest turn; its cache may hold more than
             leases say.
         batch: the request holds several prompts, which share no lease.
+        keep: the turn may be retained.
+        prompt_tokens: estimated tokens of the whole prompt, 0 when not known.
+        last_path: of the conversation's latest turn, None without one.
     """
 
     lease: LeaseSignal | PlanReason
@@ -128,6 +185,38 @@ class TurnSignals:
     limits: PlanLimits = DEFAULT_LIMITS
     preferred_engine_id: str = ""
     batch: bool = False
+    keep: bool = True
+    prompt_tokens: int = 0
+    last_path: TurnPath | None = None
+    rates: ReadRates = ReadRates()
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a path is predicted to cost, in seconds.
+
+    Attributes:
+        wait_s: until the engine that computes is free.
+        read_s: READs, of the lease and of what is handed over.
+        compute_s: of the tokens that are not reused.
+        delay_s: what those that decode beside it wait, weighted.
+    """
+
+    path: TurnPath
+    wait_s: float = 0.0
+    read_s: float = 0.0
+    compute_s: float = 0.0
+    delay_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.wait_s + self.read_s + self.compute_s
+
+    @property
+    def total_s(self) -> float:
+        """What is compared."""
+        return self.ttft_s + self.delay_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +225,7 @@ class Plan:
 
     Attributes:
         keep: the decode engine is asked to retain the turn.
+        prices: of the paths that were open, when rates decided.
     """
 
     path: TurnPath
@@ -143,20 +233,23 @@ class Plan:
     decode_engine_id: str
     prefill_engine_id: str = ""
     keep: bool = True
+    prices: tuple[Price, ...] = ()
 
 
 def plan(signals: TurnSignals) -> Plan | None:
     """The plan of a turn, None when no engine decodes."""
     lease = signals.lease if isinstance(signals.lease, LeaseSignal) else None
     affinity = lease.engine_id if lease else signals.preferred_engine_id
-    decode = choose_decode(signals.engines, affinity)
+    decode = choose_decode(signals.engines, affinity, running_max=signals.limits.decode_running_max)
     if decode is None:
         return None
+    keep = signals.keep and decode.retain
     if signals.batch:
         return Plan(TurnPath.RECOMPUTE, PlanReason.BATCH, decode.engine_id, keep=False)
-    prefill, refusal = _pair(signals.engines, decode)
+    prefill, refusal = _pair(signals, decode)
     prefill_engine_id = prefill.engine_id if prefill else ""
-    path, reason = _path(signals, decode)
+    chosen = _path(signals, decode, prefill)
+    path, reason = chosen.path, chosen.reason
     if prefill is None and path is not TurnPath.APPEND:
         appends = (
             lease is not None and lease.suffix_tokens is not None and lease.engine_id == decode.engine_id
@@ -164,26 +257,40 @@ def plan(signals: TurnSignals) -> Plan | None:
         path, reason = TurnPath.APPEND if appends else TurnPath.RECOMPUTE, refusal
     if path is TurnPath.APPEND:
         prefill_engine_id = ""
-    return Plan(path, reason, decode.engine_id, prefill_engine_id, keep=decode.retain)
+    return Plan(path, reason, decode.engine_id, prefill_engine_id, keep, chosen.prices)
 
 
 def choose_decode(
-    engines: Iterable[EngineSignal], affinity: str = "", without: Collection[str] = ()
+    engines: Iterable[EngineSignal],
+    affinity: str = "",
+    without: Collection[str] = (),
+    running_max: int = DEFAULT_LIMITS.decode_running_max,
 ) -> EngineSignal | None:
     """The decode engine of a turn.
 
-    The one that has its blocks, else the one with the fewest turns in flight.
+    The one that has its blocks unless that is overloaded while another one has less than half its load; else the
+    one with the least load, and of several the one that holds least.
     """
     able = [
         e for e in engines if e.role is EngineRole.DECODE and not e.draining and e.engine_id not in without
     ]
-    return min(able, key=lambda e: (e.suspect, e.engine_id != affinity, e.running, e.engine_id), default=None)
+    idlest = min((e.load for e in able if not e.full and not e.suspect), default=0.0)
+
+    def order(e: EngineSignal) -> tuple[bool, bool, bool, float, int, str]:
+        overloaded = e.running >= running_max and e.load > 2 * idlest > 0
+        stays = e.engine_id == affinity and not overloaded
+        return e.suspect, e.full, not stays, e.load, e.held_tokens, e.engine_id
+
+    return min(able, key=order, default=None)
 
 
 def choose_prefill(
-    engines: Iterable[EngineSignal], decode: EngineSignal, without: Collection[str] = ()
+    engines: Iterable[EngineSignal],
+    decode: EngineSignal,
+    without: Collection[str] = (),
+    prompt_tokens: int = 0,
 ) -> EngineSignal | None:
-    """The prefill engine with the fewest turns in flight among those that `decode` can read."""
+    """The prefill engine that would have computed the prompt first, among those that `decode` can read."""
     able = [
         e
         for e in engines
@@ -194,12 +301,21 @@ def choose_prefill(
         and decode.retain
         and e.layout_hash == decode.layout_hash
     ]
-    return min(able, key=lambda e: (e.suspect, e.running, e.engine_id), default=None)
+    known = [e.prefill.unit_s for e in able if e.prefill is not None and e.prefill.unit_s > 0]
+    usual_s = sum(known) / len(known) if known else 1.0
+
+    def order(e: EngineSignal) -> tuple[bool, bool, float, float, str]:
+        unit_s = e.prefill.unit_s if e.prefill is not None and e.prefill.unit_s > 0 else usual_s
+        ahead = e.backlog_tokens + max(0, prompt_tokens - e.cached_tokens)
+        return e.suspect, e.full, ahead * unit_s / e.warmth, e.load, e.engine_id
+
+    return min(able, key=order, default=None)
 
 
-def _pair(engines: tuple[EngineSignal, ...], decode: EngineSignal) -> tuple[EngineSignal | None, PlanReason]:
-    prefills = [e for e in engines if e.role is EngineRole.PREFILL and not e.draining]
-    chosen = choose_prefill(prefills, decode)
+def _pair(signals: TurnSignals, decode: EngineSignal) -> tuple[EngineSignal | None, PlanReason]:
+    """The prefill engine, or why there is none."""
+    prefills = [e for e in signals.engines if e.role is EngineRole.PREFILL and not e.draining]
+    chosen = choose_prefill(prefills, decode, prompt_tokens=signals.prompt_tokens)
     if not decode.registered or (prefills and not any(e.registered for e in prefills)):
         return None, PlanReason.ENGINE_UNREGISTERED
     if not prefills:
@@ -209,23 +325,115 @@ def _pair(engines: tuple[EngineSignal, ...], decode: EngineSignal) -> tuple[Engi
     return chosen, PlanReason.RETAIN_REFUSED
 
 
-def _path(signals: TurnSignals, decode: EngineSignal) -> tuple[TurnPath, PlanReason]:
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    path: TurnPath
+    reason: PlanReason
+    prices: tuple[Price, ...] = ()
+
+
+def _path(signals: TurnSignals, decode: EngineSignal, prefill: EngineSignal | None) -> _Choice:
     lease, limits = signals.lease, signals.limits
     if isinstance(lease, PlanReason):
-        return TurnPath.RECOMPUTE, lease
-    if not any(e.engine_id == lease.engine_id for e in signals.engines):
-        return TurnPath.RECOMPUTE, PlanReason.LEASE_LOST
+        return _Choice(TurnPath.RECOMPUTE, lease)
+    holder = next((e for e in signals.engines if e.engine_id == lease.engine_id), None)
+    if holder is None:
+        return _Choice(TurnPath.RECOMPUTE, PlanReason.LEASE_LOST)
     if 0 < lease.tokens < limits.reuse_tokens_min:
-        return TurnPath.RECOMPUTE, PlanReason.BELOW_THRESHOLD
+        return _Choice(TurnPath.RECOMPUTE, PlanReason.BELOW_THRESHOLD)
+    readable = max(holder.reads, prefill.reads if prefill else 0) < limits.reads_max
     if lease.suffix_tokens is None:
-        return TurnPath.READBACK, PlanReason.HISTORY_EDITED
-    if lease.suffix_tokens > limits.append_tokens_max:
-        return TurnPath.READBACK, PlanReason.LONG_SUFFIX
-    if decode.running >= limits.decode_running_max:
-        return TurnPath.READBACK, PlanReason.DECODE_OVERLOADED
-    if decode.engine_id != lease.engine_id or not decode.prefix_caching:
-        return (
+        return _read_unless_capped(PlanReason.HISTORY_EDITED, readable=readable)
+    appendable = (
+        decode.engine_id == lease.engine_id
+        and decode.prefix_caching
+        and decode.running < limits.decode_running_max
+    )
+    prices = _prices(signals, lease, lease.suffix_tokens, decode, prefill)
+    open_prices = tuple(
+        price
+        for price in prices
+        if (price.path is not TurnPath.APPEND or appendable)
+        and (price.path is not TurnPath.READBACK or readable)
+    )
+    if open_prices:
+        return _cheapest(open_prices, signals)
+    if lease.suffix_tokens <= limits.append_tokens_max and appendable:
+        return _Choice(TurnPath.APPEND, PlanReason.SHORT_SUFFIX)
+    return _read_unless_capped(
+        _why_not_append(limits, lease.suffix_tokens, holder, decode), readable=readable
+    )
+
+
+def _read_unless_capped(reason: PlanReason, *, readable: bool) -> _Choice:
+    if readable:
+        return _Choice(TurnPath.READBACK, reason)
+    return _Choice(TurnPath.RECOMPUTE, PlanReason.READS_CAPPED)
+
+
+def _why_not_append(
+    limits: PlanLimits, suffix_tokens: int, holder: EngineSignal, decode: EngineSignal
+) -> PlanReason:
+    if suffix_tokens > limits.append_tokens_max:
+        return PlanReason.LONG_SUFFIX
+    if holder.running >= limits.decode_running_max:
+        return PlanReason.DECODE_OVERLOADED
+    if not decode.prefix_caching:
+        return PlanReason.RETAIN_REFUSED
+    return PlanReason.DRAINING if holder.draining else PlanReason.DECODE_FAILED
+
+
+def _cheapest(prices: tuple[Price, ...], signals: TurnSignals) -> _Choice:
+    """The least price; the conversation's last path stays while no other one is clearly cheaper."""
+    best = min(prices, key=lambda price: price.total_s)
+    last = next((price for price in prices if price.path is signals.last_path), best)
+    if last is not best and last.total_s * (1.0 - signals.limits.steady_share) <= best.total_s:
+        return _Choice(last.path, PlanReason.STEADY, prices)
+    return _Choice(best.path, PlanReason.FASTEST, prices)
+
+
+def _prices(
+    signals: TurnSignals,
+    lease: LeaseSignal,
+    suffix_tokens: int,
+    decode: EngineSignal,
+    prefill: EngineSignal | None,
+) -> tuple[Price, ...]:
+    """What each path would cost; nothing unless all of it is known, since guesses compare with nothing."""
+    limits = signals.limits
+    if prefill is None or not lease.tokens:
+        return ()
+    pairs, rates = signals.rates.pairs, signals.rates
+    readback = pairs.get((lease.engine_id, prefill.engine_id), rates.readback)
+    handover = pairs.get((prefill.engine_id, decode.engine_id), rates.handover)
+    appending, computing = decode.prefill, prefill.prefill
+    if appending is None or computing is None or readback is None or handover is None:
+        return ()
+    if min(line.samples for line in (appending, computing, readback, handover)) < limits.samples_min:
+        return ()
+    prompt = max(signals.prompt_tokens, lease.tokens + suffix_tokens)
+    # The decode engine that holds the lease has the prefix in its own cache: only the rest is handed over.
+    handed = suffix_tokens if decode.engine_id == lease.engine_id else prompt
+    handed_s = handover.seconds(max(1, handed))
+    wait_s = computing.unit_s * prefill.backlog_tokens
+    appended_s = appending.seconds(max(1, suffix_tokens))
+    return (
+        Price(
+            TurnPath.APPEND,
+            wait_s=appending.unit_s * decode.backlog_tokens,
+            compute_s=appended_s,
+            delay_s=limits.delay_weight * decode.running * appended_s,
+        ),
+        Price(
             TurnPath.READBACK,
-            PlanReason.DECODE_FAILED if decode.prefix_caching else PlanReason.RETAIN_REFUSED,
-        )
-    return TurnPath.APPEND, PlanReason.SHORT_SUFFIX
+            wait_s=wait_s,
+            read_s=readback.seconds(lease.tokens - prefill.cached_tokens) + handed_s,
+            compute_s=computing.seconds(max(1, suffix_tokens)),
+        ),
+        Price(
+            TurnPath.RECOMPUTE,
+            wait_s=wait_s,
+            read_s=handed_s,
+            compute_s=computing.seconds(max(1, prompt - prefill.cached_tokens)),
+        ),
+    )
