@@ -131,6 +131,12 @@ def fleet() -> Dashboard:
         (
             TURNS_BY_PATH,
             Panel(
+                "Requests by status",
+                "reqps",
+                "What clients get, turns and everything else; 401 and 429 never became a turn.",
+                (Query(rate(m.HTTP_REQUESTS, ("path", "status")), "{{status}} {{path}}"),),
+            ),
+            Panel(
                 "Turns that did not end well",
                 "percentunit",
                 "badly: an error or an engine that broke off; aborted: the client left.",

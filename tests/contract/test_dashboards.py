@@ -24,6 +24,7 @@ from kvlease.dev.main import SERVED_MODEL, simulated_engine
 from kvlease.dev.stack import Stack, StackPlan
 from kvlease.operator import conversation
 from kvlease.operator.command import Output
+from kvlease.router.engines import EngineState
 from kvlease.runtime.metric_catalogue import CATALOGUE, Metric
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,6 +39,11 @@ VALUES = {
     "role": {role.value for role in EngineRole},
     "kind": {kind.value for kind in LeaseKind},
     "ended": {"well", "badly", "aborted"},
+    "state": {
+        *(state.value for state in LeaseState),
+        *(state.value for state in EngineState),
+        *("held", "reading", "quarantined", "free", "provisional", "confirmed"),
+    },
     "cause": {"pressure", "budget", "tenant"},
 }
 """Labels whose values are closed sets."""

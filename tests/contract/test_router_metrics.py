@@ -45,6 +45,21 @@ async def test_tenants_past_the_bound_are_counted_together() -> None:
     assert "other" in names
 
 
+async def test_requests_are_counted_by_route_and_status_whatever_clients_ask_for(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST)
+    await stack.send("POST", "/v1/chat/completions/", data=b"no JSON")
+    for path in ("/nowhere", "/nowhere/else", "/v1/kvlease/conversations/unknown"):
+        await stack.send("GET", path)
+    told = await series_of(stack, "kvlease_http_requests_total")
+    counts = {(labels["path"], labels["status"]): value for labels, value in told}
+    assert counts["/v1/chat/completions", "200"] == 1
+    assert counts["/v1/chat/completions", "400"] == 1
+    assert counts["/v1/kvlease/conversations/{conversation_id}", "404"] == 1
+    assert counts["other", "404"] == 2
+
+
 async def test_metrics_are_apart_from_what_clients_reach(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

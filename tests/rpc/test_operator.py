@@ -296,8 +296,8 @@ async def test_top_counts_leases_and_tells_rates_from_the_second_look_on(
     )
     looks = [json.loads(line) for line in said.out.splitlines()]
     first, second = ({row["engine_id"]: row for row in look["engines"]}["decode-1"] for look in looks)
-    assert (said.status, first["leases"], first["read_mib_s"]) == (0, 1, None)
-    assert second["read_mib_s"] == 0.0
+    assert (said.status, first["leases"], first["read_mib_per_s"]) == (0, 1, None)
+    assert second["read_mib_per_s"] == 0.0
     assert second["held_percent"] == pytest.approx(100 * 2 / 90)
 
 

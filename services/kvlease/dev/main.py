@@ -255,6 +255,9 @@ def _print_invitation(stack: Stack, conversation_id: str) -> None:
     print(f"\nThe system stays up until Ctrl-C. Try it:\n\n  curl -i {url}/v1/chat/completions \\")
     print(f"    -H 'content-type: application/json' -d '{json.dumps(body)}'\n")
     print(f"  this conversation   {url}/v1/kvlease/conversations/{conversation_id}")
+    if stack.registry is not None and stack.router is not None:
+        addresses = f"KVLEASE_REGISTRY={stack.registry.address} KVLEASE_ROUTING={stack.router.grpc_address}"
+        print(f"  operators' commands export {addresses}; kvlease top")
     for name, admin_url in stack.admin_urls().items():
         print(f"  {name + ' metrics':19} {admin_url}/metrics")
     for seat, engine_url in zip(stack.seats, stack.engine_urls(), strict=True):

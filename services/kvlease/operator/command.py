@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -50,6 +51,8 @@ class OperatorError(Exception):
 
 def perform(name: str, command: Perform, arguments: Namespace) -> int:
     """Runs a command to its end. The exit status; whatever stops it is said in one line on standard error."""
+    # What a command has to say, it says itself; the log of what it uses is for processes that serve.
+    logging.getLogger("kvlease").addHandler(logging.NullHandler())
     try:
         return asyncio.run(_performed(name, command, arguments))
     except BrokenPipeError:

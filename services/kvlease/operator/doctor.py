@@ -77,7 +77,7 @@ async def _examine(arguments: Namespace) -> int:
     show(_rows(findings), COLUMNS, arguments.output)
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if arguments.output is Output.TABLE:
-        print(f"\n{problems} problems, {len(findings)} things looked at")
+        print(f"\n{problems} problem{'' if problems == 1 else 's'}, {len(findings)} things looked at")
     return Exit.PROBLEM if problems else Exit.OK
 
 

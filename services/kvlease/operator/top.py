@@ -34,8 +34,8 @@ COLUMNS = (
     "reading_percent",
     "quarantined_blocks",
     "free_blocks",
-    "read_mib_s",
-    "evictions_s",
+    "read_mib_per_s",
+    "evictions_per_s",
 )
 CLEAR = "\x1b[H\x1b[2J"
 """Moves a terminal's cursor home and clears the screen; nothing of it goes into a file or a pipe."""
@@ -111,8 +111,8 @@ def top_rows(look: Look, before: Look | None) -> list[Row]:
         row["reading_percent"] = _percent(row["reading_blocks"], engine.total_blocks)
         counters = gauges.counters if gauges is not None else {}
         known = earlier.get(engine_id) if gauges is not None else None
-        row["read_mib_s"] = _rate(counters, known, "bytes_read", elapsed_s, 1 << 20)
-        row["evictions_s"] = _rate(counters, known, "evictions", elapsed_s, 1)
+        row["read_mib_per_s"] = _rate(counters, known, "bytes_read", elapsed_s, 1 << 20)
+        row["evictions_per_s"] = _rate(counters, known, "evictions", elapsed_s, 1)
         rows.append(row)
     return rows
 

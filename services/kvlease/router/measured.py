@@ -1,9 +1,11 @@
 """Times what a router asks of the registry and of engines."""
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
+
+from aiohttp import web
 
 from kvlease.core.clock import Clock
 from kvlease.core.holding import PinAsk
@@ -21,6 +23,22 @@ BEATS_MAX = 256
 
 NoteAck = Callable[[BeatAck, float | None], None]
 """Takes an answer and how many seconds it took, None when its beat is not remembered."""
+
+
+OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+def count_answers(metrics: Metrics) -> OnPrepare:
+    """Counts each answer of an application when its head is sent; to be put into `on_response_prepare`."""
+    answered = metrics.counter(catalogue.HTTP_REQUESTS)
+
+    async def count(request: web.Request, response: web.StreamResponse) -> None:
+        resource = request.match_info.route.resource
+        path = "" if resource is None else resource.canonical.rstrip("/")
+        # Whatever has no route of its own is one path: its number is not bounded.
+        answered.labels("other" if path in ("", "/{path}") else path, str(response.status)).inc()
+
+    return count
 
 
 class MeasuredRegistry:

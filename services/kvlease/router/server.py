@@ -14,7 +14,7 @@ from kvlease.router.assembly import lasting_tasks, make_services
 from kvlease.router.config import RouterConfig
 from kvlease.router.engine_client import HttpEngines
 from kvlease.router.http import Front, FrontOptions
-from kvlease.router.measured import MeasuredRegistry
+from kvlease.router.measured import MeasuredRegistry, count_answers
 from kvlease.router.ports import RandomPort, RegistryPort
 from kvlease.router.randomness import SystemRandom
 from kvlease.router.registry_client import GrpcRegistry
@@ -162,6 +162,7 @@ class RouterServer:
             passed_timeout_s=config.turn_timeout_s,
         )
         app = Front(services, TurnRunner(services), options).application()
+        app.on_response_prepare.append(count_answers(self._metrics))
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=config.stop_grace_s
         )

@@ -129,8 +129,14 @@ LEG_SECONDS = _histogram(
     "router",
 )
 
-# --- turns ----------------------------------------------------------------------------------------------------
+# --- requests and turns ---------------------------------------------------------------------------------------
 
+HTTP_REQUESTS = _counter(
+    "kvlease_http_requests",
+    "Requests of clients that were answered, by route and status; turns that were refused before they began, too",
+    ("path", "status"),
+    "router",
+)
 TURNS = _counter(
     "kvlease_turns", "Turns that are over, by path, reason and end", ("path", "reason", "ended"), "router"
 )
