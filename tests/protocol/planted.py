@@ -6,10 +6,9 @@
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvlease.core.digests import BlockChain
 from kvlease.core.errors import KvleaseError
@@ -232,7 +231,8 @@ class AcksRenewalsEarly(Sidecar):
         pin_ids: Sequence[str],
         reservation_s: float,
     ) -> dict[int, MissReason]:
-        later(super().renew(engine_id, lease_ids, duration_s, pin_ids, reservation_s))
+        forward = super().renew
+        later(lambda: forward(engine_id, lease_ids, duration_s, pin_ids, reservation_s))
         return {}
 
 
@@ -246,7 +246,8 @@ class AcksPinsEarly(Sidecar):
     async def pin(self, ask: PinAsk, wait_for_offer_s: float) -> PinOutcome:
         known = self._known.get(ask.pin_id)
         if known is not None:
-            later(super().pin(ask, wait_for_offer_s))
+            forward = super().pin
+            later(lambda: forward(ask, wait_for_offer_s))
             return known
         outcome = await super().pin(ask, wait_for_offer_s)
         if isinstance(outcome, Pinned) and outcome.blocks is not None:
@@ -289,16 +290,16 @@ class CountsWithTheSession(WatchedStore):
 _LATER: set["asyncio.Future[object]"] = set()
 
 
-def later(work: Coroutine[Any, Any, object]) -> None:
+def later(work: Callable[[], Awaitable[object]]) -> None:
     """Does something afterwards; nobody hears how it went."""
     task: asyncio.Future[object] = asyncio.ensure_future(_quietly(work))
     _LATER.add(task)
     task.add_done_callback(_LATER.discard)
 
 
-async def _quietly(work: Coroutine[Any, Any, object]) -> None:
+async def _quietly(work: Callable[[], Awaitable[object]]) -> None:
     with suppress(KvleaseError):
-        await work
+        await work()
 
 
 # --- the table --------------------------------------------------------------------------------------------
