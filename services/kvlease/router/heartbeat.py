@@ -10,6 +10,9 @@ from kvlease.core.renewal import RenewalTable
 from kvlease.router.ports import RegistryPort, RenewalStream
 
 RETRY_S = 0.2
+BEATS_APART_S = 0.02
+"""Turns that end within this share a beat; the first of them has its own, at once."""
+
 RECONNECT_S = 1.0
 SILENCE_MAX_S = 6.0
 """A registry that answers no beat for longer is left: two of its calls to a holder that hangs, one after the
@@ -61,6 +64,8 @@ class Heartbeat:
                     self._unanswered_s = now_s
                 await stream.send(self._table.beat(now_s))
                 await self._pause(receiver)
+                if (rest_s := now_s + BEATS_APART_S - self._clock.now_s()) > 0:
+                    await asyncio.sleep(rest_s)
             receiver.result()
         finally:
             receiver.cancel()
