@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -358,3 +360,37 @@ async def test_the_doctor_reads_version_and_room_of_a_real_etcd(
     assert found["etcd_quota", f"etcd {etcd.endpoint}"]["verdict"] == "ok"
     assert ("etcd_version", f"etcd {etcd.endpoint}") in found
     assert found["etcd", f"etcd {nobody}"]["verdict"] == "problem"
+
+
+# --- as a process ---------------------------------------------------------------------------------------------
+
+
+async def started(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvlease.cli",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_the_exit_status_of_the_process_is_the_commands_and_no_traceback_is_seen() -> None:
+    where = f"127.0.0.1:{free_ports(1)[0]}"
+    process = await started("engines", "--registry", where, "--timeout-s", "2")
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    assert (process.returncode, out) == (3, b"")
+    assert err.decode() == f"kvlease engines: the registry at {where} does not answer\n"
+
+
+async def test_top_ends_on_an_interrupt_without_a_traceback(fleet: Fleet, pair: Pair) -> None:
+    process = await started("top", "--registry", address(fleet), "--output", "json", "--interval-s", "60")
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        first = await process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+    assert {row["engine_id"] for row in json.loads(first)["engines"]} == {"prefill-1", "decode-1"}
+    assert (process.returncode, err) == (130, b"")

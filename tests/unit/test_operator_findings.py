@@ -119,6 +119,21 @@ def test_small_blocks_on_a_gpu_are_an_advice_and_on_a_cpu_none() -> None:
         assert ("block_size" in checks(looked(decode=decode), Verdict.ADVICE)) is advised
 
 
+def test_engines_that_take_prompts_of_different_lengths_are_an_advice() -> None:
+    found = looked(
+        engine(EngineRole.PREFILL, {details.MODEL_LENGTH_MAX: "131072"}),
+        engine(EngineRole.DECODE, {details.MODEL_LENGTH_MAX: "32768"}),
+    )
+    assert "32768, 131072" in checks(found, Verdict.ADVICE)["settings"]
+
+
+def test_the_settings_of_each_cache_are_told() -> None:
+    told = {details.CACHE_DTYPE: "fp8", details.RETENTION_BUDGET: "0.5"}
+    found = looked(decode=engine(EngineRole.DECODE, told, total_blocks=1 << 20))
+    text = checks(found, Verdict.OK)["settings"]
+    assert text == "1048576 blocks of 128 tokens (4.0 GiB), cache dtype fp8, 0.5 of them for leases"
+
+
 def test_many_quarantined_blocks_are_a_problem() -> None:
     gauges = replace(GAUGES, quarantined_blocks=11)
     assert "quarantine" in problems(engine(EngineRole.DECODE), gauges)

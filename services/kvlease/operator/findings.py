@@ -81,6 +81,7 @@ def judge_fleet(engines: Sequence[EngineFindings]) -> Iterator[Finding]:
     for model in sorted({found.engine.model for found in engines}):
         same = [found for found in engines if found.engine.model == model]
         yield from _judge_layouts(model, same)
+        yield from _judge_lengths(model, same)
         yield from _judge_backends(model, same)
     for found in engines:
         yield from _judge_engine(found)
@@ -145,6 +146,15 @@ def _differences(engine: Engine, other: Engine) -> str:
     return f"{other.holder.engine_id}: {what}"
 
 
+def _judge_lengths(model: str, engines: Sequence[EngineFindings]) -> Iterator[Finding]:
+    """A prompt that one engine takes and another refuses fails in the middle of a turn."""
+    told = {found.engine.details.get(details.MODEL_LENGTH_MAX, "") for found in engines} - {""}
+    if len(told) > 1:
+        lengths = ", ".join(sorted(told, key=int))
+        text = f"engines take prompts of different lengths ({lengths}): give all of them the same --max-model-len"
+        yield Finding("settings", Verdict.ADVICE, model, text)
+
+
 def _judge_backends(model: str, engines: Sequence[EngineFindings]) -> Iterator[Finding]:
     told = {found.engine.details.get(details.NIXL_BACKENDS, "") for found in engines} - {""}
     if len(told) > 1:
@@ -178,10 +188,25 @@ def _judge_engine(found: EngineFindings) -> Iterator[Finding]:
         yield Finding("draining", Verdict.ADVICE, found.name, "gets no new turns until kvlease drain --undo")
     if found.api_reached is False:
         yield _problem("api", found.name, f"{engine.url} does not answer from here")
+    yield from _tell_settings(found)
     yield from _judge_connector_version(found)
     yield from _judge_side_channel(found)
     yield from _judge_backend(found)
     yield from _judge_block_size(found)
+
+
+def _tell_settings(found: EngineFindings) -> Iterator[Finding]:
+    """The settings of its cache, which no other engine has to share."""
+    engine, told = found.engine, found.engine.details
+    gib = engine.total_blocks * engine.layout.block_bytes / (1 << 30)
+    parts = [
+        f"{engine.total_blocks} blocks of {engine.layout.block_size} tokens ({gib:.1f} GiB)",
+        f"cache dtype {told[details.CACHE_DTYPE]}" if details.CACHE_DTYPE in told else "",
+        f"{told[details.RETENTION_BUDGET]} of them for leases" if details.RETENTION_BUDGET in told else "",
+        f"{told[details.READING_CAP]} pinned at most" if details.READING_CAP in told else "",
+        f"{told[details.SEQUENCES_MAX]} sequences" if details.SEQUENCES_MAX in told else "",
+    ]
+    yield _ok("settings", found.name, ", ".join(part for part in parts if part))
 
 
 def _judge_quarantine(name: str, gauges: HolderGauges) -> Iterator[Finding]:
