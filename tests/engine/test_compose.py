@@ -46,6 +46,11 @@ async def fleet(engines_lock: None, tmp_path_factory: pytest.TempPathFactory) ->
     }
     path = {"PYTHONPATH": f"{root / 'services'}:{root / 'connector'}"}
     fleet = local_fleet("cpu", directory, variables, programs, SMALL | path)
+    for service in fleet.services.values():
+        # As patient as the services are on this machine.
+        service.spec["command"][-1] = service.spec["command"][-1].replace(
+            '"socket_dir"', '"pin_wait_s":10.0,"socket_dir"'
+        )
     try:
         yield fleet
     finally:
@@ -63,5 +68,6 @@ async def test_the_cpu_profile_serves_the_three_turns_on_real_engines(fleet: Loc
     result = await run_check(
         Target(first, [prefill, decode], decode, MODEL, BLOCK_TOKENS), "compose", lambda _: None, edited=True
     )
-    assert result.ok, (result.to_json(), *map(fleet.log_of, fleet.services))
+    assert [turn.problem for turn in result.turns] == ["", "", "", ""]
+    assert result.ok
     assert [turn.path for turn in result.turns] == ["recompute", "append", "readback", "readback"]

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from kvlease.dev.embedded_etcd import find_etcd
-from kvlease.dev.engine_process import free_ports
+from kvlease.dev.engine_process import free_ports, lower_progress_threads
 from kvlease.runtime.child_process import tied_to_this_process
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -125,6 +125,9 @@ class LocalFleet:
                     assert service.process is not None
                     assert service.process.returncode is None, self.log_of(service.name)
                     await asyncio.sleep(0.2)
+        for service in self.services.values():
+            assert service.process is not None
+            lower_progress_threads(service.process.pid)
 
     async def stop(self) -> dict[str, int]:
         """Ends every process. What each ended with."""

@@ -235,7 +235,7 @@ class EngineProcess:
                 raise EngineProcessError(self._with_log(f"ended with status {process.returncode}"))
             if await _answers_health(self.spec.port):
                 return time.monotonic() - began_s
-            _lower_progress_threads(process.pid)
+            lower_progress_threads(process.pid)
             await asyncio.sleep(0.2)
         raise EngineProcessError(self._with_log(f"was not ready within {timeout_s:.0f} s"))
 
@@ -295,7 +295,7 @@ def free_ports(count: int) -> list[int]:
     raise OSError(f"fewer than {count} ports are free on {HOST}")
 
 
-def _lower_progress_threads(group: int) -> None:
+def lower_progress_threads(group: int) -> None:
     """Lowers the priority of the NIXL progress threads of one process group; best effort.
 
     NIXL's Python binding leaves its progress thread without a delay, so it spins: with two engines on
