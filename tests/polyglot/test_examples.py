@@ -144,3 +144,19 @@ async def test_an_engine_of_another_language_registers_grants_and_is_asked(
         "refused NOT_FOUND kvlease UNKNOWN_ENGINE",
     ]
     assert [proxy.attempts[method] for method in RETRIED] == [2] * len(RETRIED)
+
+
+@pytest.mark.slow
+async def test_grpcurl_needs_no_file_to_ask_a_registry(fleet: Fleet, tmp_path: Path) -> None:
+    if shutil.which("go") is None:
+        pytest.skip("grpcurl is built with go, which is not installed")
+    environment = {**os.environ, "GOBIN": str(tmp_path)}
+    install = ("go", "install", "github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4")
+    built = await asyncio.create_subprocess_exec(*install, env=environment)
+    assert await asyncio.wait_for(built.wait(), BUILD_S) == 0
+    asked = await asyncio.create_subprocess_exec(
+        *(str(tmp_path / "grpcurl"), "-plaintext", fleet.registry, "kvlease.v1.RegistryService/ListEngines"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await asyncio.wait_for(asked.communicate(), START_S)
+    assert (asked.returncode, output.decode().strip()) == (0, "{}")
