@@ -21,7 +21,7 @@ import uvloop
 from kvlease.bench.machine import machine
 from kvlease.bench.router_fakes import EVENTS_A_STREAM, MODEL, FakeFleet
 from kvlease.bench.router_load import Load, drive
-from kvlease.bench.router_subjects import OURS, Subject, started, stop
+from kvlease.bench.router_subjects import OURS, Subject, require_installed, started, stop
 from kvlease.core.errors import InvalidArgument
 
 PROMPTS_KB = (2, 100)
@@ -79,6 +79,8 @@ def run(arguments: Namespace) -> int:
     """Measures and prints. The exit status: 0 when every goal was met, 1 when not, 2 when it cannot be measured."""
     peers = [name.strip() for name in arguments.against.split(",") if name.strip()]
     try:
+        for name in peers:
+            require_installed(name)
         results = uvloop.run(measure([OURS, *peers], arguments.duration, arguments.known))
     except InvalidArgument as error:
         sys.stderr.write(f"kvlease bench router: {error}\n")
@@ -204,6 +206,8 @@ async def _load(legs: list[str], cell: Cell, duration_s: float) -> Load:
 
 
 async def _make_known(subject: Subject, known: int) -> None:
+    if not known:
+        return
     bodies = _bodies(PROMPTS_KB[0], stream=False)
     await drive([subject.url], bodies, KNOWN_CONCURRENCY, KNOWN_TIMEOUT_S, count_max=known)
 

@@ -49,25 +49,27 @@ class Subject:
         return sum(_rss_mib(pid) for pid in _tree(self.pid))
 
 
-def command(name: str, port: int, fleet: FakeFleet) -> list[str]:
-    """How a router is started.
+def require_installed(name: str) -> None:
+    """Raises `InvalidArgument` when a peer is nobody that can be started here."""
+    if name not in INSTALL:
+        raise InvalidArgument(f"no router {name!r}; known are {', '.join(INSTALL)}")
+    directory = PEERS / name
+    if not (directory / "bin" / "python").exists():
+        raise InvalidArgument(
+            f"{name} is not installed: python -m venv {directory} && "
+            f"{directory}/bin/pip install {INSTALL[name]}"
+        )
 
-    Raises:
-        InvalidArgument: nobody by that name, or it is not installed.
-    """
+
+def command(name: str, port: int, fleet: FakeFleet) -> list[str]:
+    """How a router is started that is ours, or is installed."""
     if name == OURS:
         return [
             *(sys.executable, "-m", "kvlease.cli", "router", "--registry", fleet.registry),
             *("--listen", f"127.0.0.1:{port}", "--grpc-listen", "127.0.0.1:0"),
             *("--admin-listen", "127.0.0.1:0", "--log-level", "warning"),
         ]
-    if name not in INSTALL:
-        raise InvalidArgument(f"no router {name!r}; known are {', '.join(INSTALL)}")
     binaries = PEERS / name / "bin"
-    if not (binaries / "python").exists():
-        raise InvalidArgument(
-            f"{name} is not installed: python -m venv {PEERS / name} && {binaries}/pip install {INSTALL[name]}"
-        )
     engines = ["--prefill", fleet.prefill, "--decode", fleet.decode]
     here = ["--host", "127.0.0.1", "--port", str(port)]
     if name == "example":
