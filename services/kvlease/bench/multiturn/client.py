@@ -69,6 +69,8 @@ class RoutedFleet:
         reply = await send(self._session, self._router_url, body)
         url = f"{self._router_url}/v1/kvlease/conversations/{conversation_id}"
         async with self._session.get(url) as response:
+            if response.status != 200:
+                raise TurnFailedError(f"{url} answered {response.status}")
             turns: list[dict[str, Any]] = (await response.json())["turns"]
         record = turns[-1]
         reply.path, reply.reason = record["path"], record["reason"]

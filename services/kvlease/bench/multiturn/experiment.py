@@ -30,12 +30,10 @@ class Experiment:
                     await self.run(running, Cell(mode, length, suffix, 1, -1))
 
     async def run(self, running: Running, cell: Cell) -> list[TurnStats]:
-        """The second turns of a cell. Prompts are the same for every mode of a repeat and new to every engine."""
+        """The second turns of a cell. Its prompts are new to every engine."""
         fleet = running.fleets[cell.mode]
-        names = [f"{cell.name}:{number}:{uuid.uuid4().hex[:8]}" for number in range(cell.conversations)]
-        prompts: list[list[int]] = []
-        for number, name in enumerate(names):
-            prompts.append(await self._first_turn(fleet, cell, name, number))
+        names = [f"{cell.mode}-{uuid.uuid4().hex}" for _ in range(cell.conversations)]
+        prompts = [await self._first_turn(fleet, cell, name) for name in names]
         await asyncio.sleep(self._sweep.think_s)
         before = await read_counters(running.session, running.engine_urls)
         replies = await asyncio.gather(
@@ -68,9 +66,9 @@ class Experiment:
             for name, prompt, reply in zip(names, prompts, replies, strict=True)
         ]
 
-    async def _first_turn(self, fleet: Fleet, cell: Cell, name: str, number: int) -> list[int]:
+    async def _first_turn(self, fleet: Fleet, cell: Cell, name: str) -> list[int]:
         """The prompt of the second turn. Not streamed: only then does a stock engine say what it kept."""
-        seed = f"{self._sweep.seed}/{name}/{number}"
+        seed = f"{self._sweep.seed}/{name}"
         prompt = prompt_tokens(seed, cell.length, self.vocabulary)
         first = await fleet.turn(name, prompt, self._sweep.output_tokens, stream=False)
         return prompt + first.token_ids + prompt_tokens(f"{seed}/suffix", cell.suffix, self.vocabulary)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from kvlease.dev.engine_process import ConnectorChoice, Device, EngineProcess, E
 from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.stack import EngineSeat, Stack, StackPlan
 from kvlease.router.config import RouterConfig
+from kvlease.router.server import RouterServer
 
 SERVED_MODEL = "multiturn"
 NEVER = 1 << 30
@@ -121,14 +122,14 @@ def router_config(mode: Mode) -> RouterConfig:
 @asynccontextmanager
 async def kvlease_engines(
     choice: EngineChoice, modes: tuple[Mode, ...], progress: Callable[[str], None]
-) -> AsyncIterator[Running]:
+) -> AsyncGenerator[Running, None]:
     """Engines with kvlease's connector, and a router for every mode."""
 
     def make(seat: EngineSeat) -> EngineProcess:
         return EngineProcess(choice.spec(ProcessRole(seat.role.value), seat, ConnectorChoice.KVLEASE))
 
     stack = Stack(StackPlan(1, 1, make), progress)
-    routers = []
+    routers: list[RouterServer] = []
     async with _session() as session:
         try:
             await stack.start()
@@ -145,7 +146,9 @@ async def kvlease_engines(
 
 
 @asynccontextmanager
-async def stock_engines(choice: EngineChoice, progress: Callable[[str], None]) -> AsyncIterator[Running]:
+async def stock_engines(
+    choice: EngineChoice, progress: Callable[[str], None]
+) -> AsyncGenerator[Running, None]:
     """Engines with vLLM's own NIXL connector, bidirectional, without a router."""
     ports = free_ports(4)
     with tempfile.TemporaryDirectory(prefix="kvlease-stock-") as folder:

@@ -56,7 +56,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     engines.add_argument("--engine-python", type=Path, default=Path(sys.executable), help="for cuda")
     engines.add_argument("--model", type=Path, help="model directory (default: a tiny one that is generated)")
     engines.add_argument("--shape", choices=tuple(SHAPES), help="a model's true shape with dummy weights")
-    engines.add_argument("--engine-arguments", type=shlex.split, default=[], help="of `vllm serve`")
+    engines.add_argument(
+        "--engine-arguments",
+        type=shlex.split,
+        default=[],
+        help="of `vllm serve`, in one string: --engine-arguments=...",
+    )
     engines.add_argument(
         "--prefill-arguments",
         type=shlex.split,
