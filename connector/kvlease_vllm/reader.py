@@ -54,6 +54,8 @@ class Read:
         pinned: the holder's answer.
         verified_tokens: tokens of the lease that belong to the prompt, -1 until compared.
         block_ids: destination blocks, once posted.
+        posted_s: when that was.
+        read_s: from there until vLLM reported it as ended.
         given_up: nothing of it counts any more, whatever the memory does.
         failed: vLLM, or the pin that was lost before it was posted, says that it failed.
         outcome: what became of it, for the report; empty until its pin was ended.
@@ -72,6 +74,8 @@ class Read:
     verified_tokens: int = -1
     read_tokens: int = 0
     block_ids: tuple[int, ...] = ()
+    posted_s: float = 0.0
+    read_s: float = 0.0
     given_up: bool = False
     failed: bool = False
     outcome: str = ""
@@ -179,6 +183,7 @@ class Reads:
             pinned = read.stage is Stage.PINNED
             read.stage = Stage.POSTED
             read.block_ids = block_ids
+            read.posted_s = self.now_s()
             read.failed = not pinned
             if pinned:
                 read.read_tokens = read_tokens
@@ -198,8 +203,9 @@ class Reads:
 
     def accept(self, read: Read) -> bool:
         """Whether a READ that ended may be used: before its fence, its pin not ended, not failed."""
-        spoilt = read.given_up or read.failed or read.outcome
-        return not spoilt and read.stage is Stage.POSTED and self.now_s() < read.fence_s
+        spoilt, now_s = read.given_up or read.failed or read.outcome, self.now_s()
+        read.read_s = now_s - read.posted_s
+        return not spoilt and read.stage is Stage.POSTED and now_s < read.fence_s
 
     def settle(self, read: Read, outcome: str) -> None:
         """Ends the READ's pin, and counts what became of it. The first outcome stands."""

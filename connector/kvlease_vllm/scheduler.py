@@ -71,6 +71,7 @@ class Turn:
     outcome: str = "none"
     verified_tokens: int = 0
     read_tokens: int = 0
+    read_s: float = 0.0
 
 
 class SchedulerHalf:
@@ -184,6 +185,7 @@ class SchedulerHalf:
             verified_tokens=turn.verified_tokens,
             outcome=turn.outcome,
             kept_tokens=kept_tokens,
+            read_s=turn.read_s,
         )
         return {PARAMS_KEY: report.to_json()}
 
@@ -379,6 +381,7 @@ class SchedulerHalf:
         turn.outcome = read.outcome or turn.outcome
         turn.verified_tokens = max(0, read.verified_tokens)
         turn.read_tokens = read.read_tokens if read.outcome == "read" else 0
+        turn.read_s = read.read_s if read.outcome == "read" else 0.0
 
     def _keep(self, request: "Request", turn: Turn, block_ids: Sequence[Sequence[int]]) -> int:
         """Grants the lease that the turn asked for. Its tokens, 0 when nothing is kept."""

@@ -78,7 +78,7 @@ class PlanLimits:
         reuse_tokens_min: leases of fewer tokens are not worth a READ.
         decode_running_max: turns in flight at which D prefills nothing itself, and another D is looked for.
         reads_max: READs in flight at one engine, as source or as sink, past which no lease is read back.
-        samples_min: measurements below which a rate is not known.
+        samples_min: measurements of each rate from which on predicted times decide; 0: thresholds always do.
         steady_share: another path than the conversation's last one must be faster by this share.
         delay_weight: what a second that a running stream waits counts for, beside a second to the first token.
     """
@@ -401,7 +401,7 @@ def _prices(
 ) -> tuple[Price, ...]:
     """What each path would cost; nothing unless all of it is known, since guesses compare with nothing."""
     limits = signals.limits
-    if prefill is None or not lease.tokens:
+    if prefill is None or not lease.tokens or not limits.samples_min:
         return ()
     pairs, rates = signals.rates.pairs, signals.rates
     readback = pairs.get((lease.engine_id, prefill.engine_id), rates.readback)

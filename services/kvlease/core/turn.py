@@ -129,6 +129,7 @@ class TurnReport:
         verified_tokens: tokens of the lease that belong to the prompt.
         outcome: what became of the READ; see `OUTCOMES`, or a `MissReason` value when the pin was refused.
         kept_tokens: tokens of the lease that was granted, 0 without one.
+        read_s: from the READ's posting until it was seen done, 0 without one.
     """
 
     prompt_tokens: int
@@ -137,6 +138,7 @@ class TurnReport:
     verified_tokens: int
     outcome: str
     kept_tokens: int = 0
+    read_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The value under `kv_transfer_params.kvlease` of a response."""
@@ -157,6 +159,7 @@ class TurnReport:
             verified_tokens=_count(body, "verified_tokens"),
             outcome=_text(body, "outcome"),
             kept_tokens=_count(body, "kept_tokens"),
+            read_s=_seconds(body, "read_s") if body.get("read_s") else 0.0,
         )
 
 

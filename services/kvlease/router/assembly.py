@@ -11,6 +11,7 @@ from kvlease.router.conversations import ConversationTable
 from kvlease.router.engines import EngineTable
 from kvlease.router.health import EngineHealth
 from kvlease.router.heartbeat import Heartbeat
+from kvlease.router.loads import EngineLoads
 from kvlease.router.metrics import TableGauges, TurnMetrics
 from kvlease.router.ports import EnginePort, RandomPort, RegistryPort
 from kvlease.router.responses import ResponseStore
@@ -38,7 +39,8 @@ def make_services(
     """
     policy = config.renewal_policy()
     table = RenewalTable(policy) if renewals is None else renewals
-    engines = EngineTable(clock, config.suspect_s, config.unregistered_s)
+    loads = EngineLoads(clock, config.load_limits())
+    engines = EngineTable(clock, config.suspect_s, config.unregistered_s, loads)
     health = EngineHealth(engine_port, engines, clock, config.health_limits(), config.engine_credentials())
     conversations = ConversationTable(clock, table, engines, random, config.conversations_max)
     background = Background()

@@ -8,6 +8,7 @@ from kvlease.core.renewal import RenewalPolicy
 from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
 from kvlease.router.health import HealthLimits
 from kvlease.router.identity import SESSION_HEADERS
+from kvlease.router.loads import LoadLimits
 from kvlease.router.tenancy import parse_networks
 from kvlease.router.turn import TurnLimits
 from kvlease.runtime.admin import AdminSettings
@@ -21,6 +22,10 @@ RELOADED_SETTINGS = frozenset(
         "append_tokens_max",
         "reuse_tokens_min",
         "decode_running_max",
+        "reads_max",
+        "rate_samples_min",
+        "steady_share",
+        "delay_weight",
         "wait_for_offer_s",
         "turn_timeout_s",
         "prefill_timeout_s",
@@ -45,9 +50,31 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         "host:port of each registry, with commas; one is asked until it fails, then the next",
     )
     registry_call_s: float = setting(0.5, "bound of one call to the registry; a readback waits for its pin")
-    append_tokens_max: int = setting(512, "longest suffix that a decode engine prefills itself")
+    append_tokens_max: int = setting(
+        512, "longest suffix that a decode engine prefills itself, until rates are measured"
+    )
     reuse_tokens_min: int = setting(64, "leases of fewer tokens are not worth a READ")
     decode_running_max: int = setting(128, "turns in flight at which a decode engine prefills nothing itself")
+    reads_max: int = setting(
+        16, "READs in flight at one engine, as source or as sink, past which no lease is read back"
+    )
+    rate_samples_min: int = setting(
+        32, "measurements of each rate from which on predicted times choose paths, not thresholds; 0: never"
+    )
+    steady_share: float = setting(
+        0.2, "another path than the conversation's last one must be faster by this share: paths do not flap"
+    )
+    delay_weight: float = setting(
+        0.1,
+        "what a second that a running stream waits for an append counts for, beside one to the first token",
+    )
+    prefill_inflight_max: int = setting(
+        0, "requests that this router keeps in flight at one prefill engine; 0: any number"
+    )
+    decode_inflight_max: int = setting(0, "and at one decode engine; more wait in the queue")
+    slow_start_s: float = setting(
+        30.0, "an engine that joins gets its whole share of turns after so long: its caches are cold"
+    )
     heartbeat_interval_s: float = setting(5.0, "how often leases are renewed")
     lease_duration_s: float = setting(20.0, "what a heartbeat renews a lease for: survives two lost beats")
     reservation_s: float = setting(30.0, "what a heartbeat renews the reservation of a pin for")
@@ -169,6 +196,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "responses_bytes_max",
             "conversations_max",
             "decode_running_max",
+            "reads_max",
             "prefill_timeout_s",
             "keys_poll_s",
             "workers",
@@ -180,6 +208,11 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         for name in (
             "append_tokens_max",
             "reuse_tokens_min",
+            "rate_samples_min",
+            "delay_weight",
+            "prefill_inflight_max",
+            "decode_inflight_max",
+            "slow_start_s",
             "wait_for_offer_s",
             "suspect_s",
             "unregistered_s",
@@ -187,6 +220,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "tenant_metrics_max",
         ):
             require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")
+        require(0 <= self.steady_share < 1, f"steady_share ({self.steady_share:g}) must be from 0 to below 1")
         require(bool(self.registries()), f"registry ({self.registry!r}) must name at least one host:port")
         addresses = [("registry", address) for address in self.registries()]
         for name, value in (("listen", self.listen), ("grpc_listen", self.grpc_listen), *addresses):
@@ -224,9 +258,26 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         """The bounds of an engine's progress."""
         return HealthLimits(self.stall_s, self.probe_interval_s, self.probe_timeout_s)
 
+    def load_limits(self) -> LoadLimits:
+        """The bounds of an engine's load."""
+        return LoadLimits(
+            prefill_inflight_max=self.prefill_inflight_max,
+            decode_inflight_max=self.decode_inflight_max,
+            slow_start_s=self.slow_start_s,
+            samples_min=max(1, self.rate_samples_min),
+        )
+
     def turn_limits(self) -> TurnLimits:
         """The bounds of a turn."""
-        plan = PlanLimits(self.append_tokens_max, self.reuse_tokens_min, self.decode_running_max)
+        plan = PlanLimits(
+            append_tokens_max=self.append_tokens_max,
+            reuse_tokens_min=self.reuse_tokens_min,
+            decode_running_max=self.decode_running_max,
+            reads_max=self.reads_max,
+            samples_min=self.rate_samples_min,
+            steady_share=self.steady_share,
+            delay_weight=self.delay_weight,
+        )
         return TurnLimits(
             plan, self.turn_timeout_s, self.prefill_timeout_s, self.wait_for_offer_s, self.resume_streams
         )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvlease.core.lease import LeaseKind
-from kvlease.core.planning import PlanReason, choose_decode
+from kvlease.core.planning import LeaseSignal, PlanReason, TurnPath, choose_decode
 from kvlease.core.records import Engine
 from kvlease.core.turn import CHAIN_KEYS_MAX, KeepOrder, ReadOrder, TurnParams
 from kvlease.router.bodies import client_answer, decode_body, parse_answer, report_of
@@ -155,6 +155,7 @@ class DecodeLeg:
         timeout_s = services.limits.turn_timeout_s
         if handover is not None:
             turn.loose_pins.pop(handover.pin_id, None)
+        turn.decode_begun_s = services.clock.now_s()
         try:
             with services.engines.running(engine_id):
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
@@ -175,8 +176,6 @@ class DecodeLeg:
                 services.renewals.drop_pin(handover.pin_id)
 
     def _params(self, turn: Turn, handover: PinnedLease | None) -> TurnParams | None:
-        if not turn.plan.keep:
-            return None
         read = (
             ReadOrder(
                 handover.lease_id,
@@ -188,6 +187,8 @@ class DecodeLeg:
             if handover is not None
             else None
         )
+        if not turn.plan.keep:
+            return TurnParams(turn.request.tenant, read=read) if read is not None else None
         transcript = turn.request.transcript
         keep = KeepOrder(
             turn.record.lease_id,
@@ -263,11 +264,28 @@ class DecodeLeg:
     async def _pass(self, turn: Turn, handover: PinnedLease | None, reply: EngineReply, data: bytes) -> None:
         if not turn.answered:
             turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
+            self._measure(turn, handover)
             if handover is not None:
                 self._services.renewals.drop_pin(handover.pin_id)
             turn.answered = True
             await turn.client.start(reply.status, {**answer_headers(reply.headers), **route_headers(turn)})
         await turn.client.write(data)
+
+    def _measure(self, turn: Turn, handover: PinnedLease | None) -> None:
+        """Learns from a first byte how fast KV comes from a prefill engine, or how fast the engine appends."""
+        services, signals = self._services, turn.signals
+        engine = services.engines.get(turn.record.decode_engine_id)
+        if engine is None or signals is None:
+            return
+        seconds = services.clock.now_s() - turn.decode_begun_s
+        lease = signals.lease
+        here = isinstance(lease, LeaseSignal) and lease.engine_id == engine.holder.engine_id
+        suffix_tokens = lease.suffix_tokens if isinstance(lease, LeaseSignal) and here else None
+        if handover is not None:
+            tokens = turn.record.prompt_tokens if suffix_tokens is None else suffix_tokens
+            services.engines.loads.handed_over(handover.holder.engine_id, engine, tokens, seconds)
+        elif turn.plan.path is TurnPath.APPEND and suffix_tokens:
+            services.engines.loads.appended(engine, suffix_tokens, seconds)
 
     def _end(self, turn: Turn, engine: Engine, reader: ReplyReader, *, kept: bool) -> None:
         """The engine has finished.

@@ -13,6 +13,7 @@ from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder
 from kvlease.core.planning import EngineSignal
 from kvlease.core.records import Engine, EngineRole
+from kvlease.router.loads import EngineLoads
 from kvlease.store.port import Batch
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -39,10 +40,18 @@ class EngineTable:
     Args:
         suspect_s: how long an engine is avoided after a call to it failed.
         unregistered_s: how long an engine without a record is the last resort.
+        loads: how busy and how fast they are.
     """
 
-    def __init__(self, clock: Clock, suspect_s: float, unregistered_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        suspect_s: float,
+        unregistered_s: float = 300.0,
+        loads: EngineLoads | None = None,
+    ) -> None:
         self._clock = clock
+        self.loads = loads or EngineLoads(clock)
         self._suspect_s = suspect_s
         self._unregistered_s = unregistered_s
         self._engines: dict[str, Engine] = {}
@@ -56,12 +65,15 @@ class EngineTable:
         if batch.snapshot:
             for engine_id in list(self._engines):
                 self._unregister(engine_id)
+        was_empty = not self._engines and not self._unregistered
         for change in batch.changes:
             engine_id = change.item.holder.engine_id
             if change.gone:
                 self._unregister(engine_id)
             else:
                 self._register(change.item)
+                if was_empty:
+                    self.loads.warm(engine_id)
         self._suspect_until_s = {
             engine_id: until_s
             for engine_id, until_s in self._suspect_until_s.items()
@@ -132,6 +144,7 @@ class EngineTable:
     def _register(self, engine: Engine) -> None:
         """Whoever registers at an address is the only one there."""
         self._engines[engine.holder.engine_id] = engine
+        self.loads.joined(engine.holder.engine_id)
         here = (engine.url, engine.data_parallel_rank)
         for engine_id, (_, former) in list(self._unregistered.items()):
             if engine_id == engine.holder.engine_id or (former.url, former.data_parallel_rank) == here:
@@ -141,6 +154,7 @@ class EngineTable:
         engine = self._engines.pop(engine_id, None)
         if engine is None:
             return
+        self.loads.gone(engine_id)
         self._unregistered[engine_id] = (self._clock.now_s() + self._unregistered_s, engine)
         if len(self._unregistered) > UNREGISTERED_MAX:
             self._unregistered.popitem(last=False)
@@ -164,7 +178,7 @@ class EngineTable:
     def _signal(self, engine: Engine) -> EngineSignal:
         engine_id, now_s = engine.holder.engine_id, self._clock.now_s()
         registered = engine_id in self._engines
-        return EngineSignal(
+        signal = EngineSignal(
             engine_id=engine_id,
             role=engine.role,
             layout_hash=engine.layout.layout_hash,
@@ -177,3 +191,4 @@ class EngineTable:
             registered=registered,
             draining=engine.draining,
         )
+        return self.loads.seen(signal, prefills=engine.role is EngineRole.PREFILL)

@@ -3,11 +3,20 @@
 Pins what is to be read, lets a prefill engine compute the prompt, and takes over its KV.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvlease.core.holding import PinAsk
 from kvlease.core.lease import LeaseKind, MissReason
-from kvlease.core.planning import REASON_OF_MISS, EngineSignal, PlanReason, TurnPath, choose_prefill
+from kvlease.core.planning import (
+    REASON_OF_MISS,
+    EngineSignal,
+    LeaseSignal,
+    PlanReason,
+    TurnPath,
+    choose_prefill,
+)
 from kvlease.core.records import Engine, Pinned
 from kvlease.core.renewal import Belief
 from kvlease.core.turn import KeepOrder, ReadOrder, TurnParams
@@ -71,10 +80,42 @@ class PrefillLeg:
         )
         turn.record.prefill_engine_id = engine.holder.engine_id
         body = prefill_body(turn.request, self._params(turn, pin, transfer))
-        answered = await self._call(turn, engine, pin, body)
+        begun_s = services.clock.now_s()
+        with self._load(turn, engine, pin):
+            answered = await self._call(turn, engine, pin, body)
         if answered.status >= 400:
             return answered
-        return self._take_over(turn, transfer, answered.body)
+        handover = self._take_over(turn, transfer, answered.body)
+        self._measure(turn, engine, pin, begun_s)
+        return handover
+
+    @contextmanager
+    def _load(self, turn: Turn, engine: Engine, pin: PinnedLease | None) -> Generator[None]:
+        """What the leg asks of the engine, and of the one that it reads."""
+        loads, engine_id = self._services.engines.loads, engine.holder.engine_id
+        signals = turn.signals
+        tokens = signals.prompt_tokens if signals is not None else 0
+        lease = signals.lease if signals is not None else None
+        if pin is not None and isinstance(lease, LeaseSignal) and lease.suffix_tokens is not None:
+            tokens = lease.suffix_tokens
+        with loads.computing(engine_id, tokens):
+            if pin is None:
+                yield
+                return
+            with loads.reading(pin.holder.engine_id, engine_id):
+                yield
+
+    def _measure(self, turn: Turn, engine: Engine, pin: PinnedLease | None, begun_s: float) -> None:
+        if turn.report is None:
+            return
+        transcript = turn.request.transcript
+        self._services.engines.loads.prefilled(
+            engine,
+            pin.holder.engine_id if pin is not None else "",
+            begun_s,
+            turn.report,
+            transcript.keys if transcript is not None else (),
+        )
 
     async def _pin(self, turn: Turn, engine: Engine) -> PinnedLease | None:
         """Pins the conversation's lease for one reader. Without a pin the turn recomputes."""

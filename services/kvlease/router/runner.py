@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 
 from kvlease.core.planning import TurnSignals, plan
+from kvlease.core.records import EngineRole
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
@@ -68,18 +69,35 @@ class TurnRunner:
         self, request: TurnRequest, head: RequestHead, client: ClientPort, opened: OpenTurn
     ) -> Turn | None:
         services = self._services
-        signals = TurnSignals(
-            lease=services.conversations.lease_signal(opened),
-            engines=services.engines.signals(request.model),
-            limits=services.limits.plan,
-            preferred_engine_id=opened.conversation.decode_engine_id,
-            batch=request.transcript is None,
-        )
+        signals = self._signals(request, opened)
         planned = plan(signals)
         if planned is None:
             return None
         record = TurnRecord(head.request_id, planned.path, planned.reason)
-        return Turn(request, head, client, opened, planned, record, services.clock.now_s())
+        return Turn(request, head, client, opened, planned, record, services.clock.now_s(), signals=signals)
+
+    def _signals(self, request: TurnRequest, opened: OpenTurn) -> TurnSignals:
+        """What is known at this moment of the lease, the engines, and the time that work takes them."""
+        services, conversation, transcript = self._services, opened.conversation, request.transcript
+        engines = services.engines.signals(request.model)
+        loads, estimate = services.engines.loads, conversation.estimate
+        if transcript is not None:
+            cached = loads.cached_bytes(transcript.keys, transcript.ends)
+            engines = tuple(
+                replace(e, cached_tokens=estimate.tokens(cached[e.engine_id])) if e.engine_id in cached else e
+                for e in engines
+            )
+        layout_hash = next((e.layout_hash for e in engines if e.role is EngineRole.DECODE), "")
+        return TurnSignals(
+            lease=services.conversations.lease_signal(opened),
+            engines=engines,
+            limits=services.limits.plan,
+            preferred_engine_id=conversation.decode_engine_id,
+            batch=transcript is None,
+            prompt_tokens=estimate.tokens(transcript.text_bytes) if transcript is not None else 0,
+            last_path=conversation.turns[-1].path if conversation.turns else None,
+            rates=loads.read_rates(layout_hash),
+        )
 
     async def _run_legs(self, turn: Turn) -> None:
         handover: PinnedLease | None = None

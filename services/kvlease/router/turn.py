@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder, lease_id_to_hex
-from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, TurnPath
+from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, TurnPath, TurnSignals
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.core.turn import TurnReport
 from kvlease.router.background import Background
@@ -102,6 +102,9 @@ class Turn:
     Attributes:
         loose_pins: pins that no engine has to end.
         answered: the client got the head of an answer.
+        decode_begun_s: when the decode engine was asked last.
+        signals: what the plan was made of.
+        report: what the prefill engine's connector did.
         memory: what it takes to resume the stream; None: that is not wanted, or not possible.
         reader: has read what came of a stream so far.
     """
@@ -115,6 +118,9 @@ class Turn:
     started_s: float
     loose_pins: dict[str, PinnedLease] = field(default_factory=dict[str, PinnedLease])
     answered: bool = False
+    decode_begun_s: float = 0.0
+    signals: TurnSignals | None = None
+    report: TurnReport | None = None
     memory: StreamMemory | None = None
     reader: ReplyReader | None = None
 
@@ -125,6 +131,7 @@ class Turn:
 
     def note_report(self, report: TurnReport) -> None:
         """Takes what the prefill engine's connector did."""
+        self.report = report
         self.record.prompt_tokens = report.prompt_tokens
         self.record.read_tokens = report.read_tokens
         self.record.local_tokens = report.local_tokens

@@ -97,6 +97,7 @@ class Work:
     verified_tokens: int = 0
     outcome: str = "none"
     kept_tokens: int = 0
+    read_s: float = 0.0
     sampled: int = 0
     attended: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
 
@@ -150,6 +151,7 @@ class Generation:
             verified_tokens=work.verified_tokens,
             outcome=work.outcome,
             kept_tokens=work.kept_tokens,
+            read_s=work.read_s,
         )
 
 
@@ -329,6 +331,7 @@ class SimEngine:
         work.outcome = result.outcome
         if result.used:
             work.read_tokens = read.verified_tokens - work.local_tokens
+            work.read_s = result.read_s
             work.computed = end
             keys = self._cache_keys(work, read.verified_tokens)
             for place in range(head, len(keys)):

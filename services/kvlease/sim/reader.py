@@ -56,10 +56,15 @@ class PinnedRead:
 
 @dataclass(slots=True)
 class ReadResult:
-    """What became of a READ: destination blocks that hold verified KV, or why there are none."""
+    """What became of a READ: destination blocks that hold verified KV, or why there are none.
+
+    Attributes:
+        read_s: seconds until it ended, or was given up.
+    """
 
     used: bool
     outcome: str
+    read_s: float
 
 
 class Reader:
@@ -133,7 +138,7 @@ class Reader:
         When the result is not used, the destination may still be written to: it stays referenced until the transfer
         has ended, and the caller drops its own references.
         """
-        owned = tuple(destination)
+        owned, begun_s = tuple(destination), self._clock.now_s()
         transfer = self._transfers.read(read.location, read.holder, source, self._landing(owned, block_bytes))
         task = asyncio.create_task(_contained(transfer))
         self._running.add(task)
@@ -150,7 +155,7 @@ class Reader:
             "read" if in_time else ("failed" if task.done() and task.exception() is not None else "fence")
         )
         self.counters[f"outcome_{outcome}"] += 1
-        return ReadResult(in_time, outcome)
+        return ReadResult(in_time, outcome, self._clock.now_s() - begun_s)
 
     async def close(self) -> None:
         """Ends every transfer."""

@@ -1,0 +1,147 @@
+"""How busy engines are and how fast, as this router sees them: what its own legs taught it."""
+
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from kvlease.core.clock import Clock
+from kvlease.core.planning import EngineSignal, ReadRates
+from kvlease.core.prefixes import PrefixMemory
+from kvlease.core.rates import RateTable, ServiceMeter
+from kvlease.core.records import Engine
+from kvlease.core.turn import TurnReport
+
+WARMTH_MIN = 0.1
+"""The share of an engine that joins this moment: it needs turns to show what it can."""
+
+
+@dataclass(slots=True)
+class LoadLimits:
+    """Bounds of an engine's load; one object for all, so that a reload reaches each part.
+
+    Attributes:
+        prefill_inflight_max: requests in flight at one prefill engine; 0: any number.
+        decode_inflight_max: likewise for a decode engine.
+        slow_start_s: an engine that joined gets its whole share after so many seconds.
+        samples_min: measurements from which on an engine or pair counts as itself.
+    """
+
+    prefill_inflight_max: int = 0
+    decode_inflight_max: int = 0
+    slow_start_s: float = 30.0
+    samples_min: int = 32
+
+
+class EngineLoads:
+    """What legs are doing to engines, and how long it takes."""
+
+    def __init__(self, clock: Clock, limits: LoadLimits | None = None) -> None:
+        self._clock = clock
+        self.limits = limits or LoadLimits()
+        self._rates = RateTable(self.limits.samples_min)
+        self._meters: dict[str, ServiceMeter] = {}
+        self._prefixes = PrefixMemory()
+        self._backlog: Counter[str] = Counter()
+        self._reads: Counter[str] = Counter()
+        self._joined_s: dict[str, float] = {}
+
+    # --- engines come and go ------------------------------------------------------------------------------
+
+    def joined(self, engine_id: str) -> None:
+        """An engine registered; those that were there when the router began are as good as warm."""
+        self._joined_s.setdefault(engine_id, self._clock.now_s())
+
+    def warm(self, engine_id: str) -> None:
+        """An engine was there before the router."""
+        self._joined_s[engine_id] = float("-inf")
+
+    def gone(self, engine_id: str) -> None:
+        """An engine is registered no more."""
+        self._joined_s.pop(engine_id, None)
+        self._meters.pop(engine_id, None)
+        self._rates.forget(engine_id)
+
+    # --- legs ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def computing(self, engine_id: str, tokens: int) -> Generator[None]:
+        """A prompt of so many tokens, as far as is known, is the engine's to compute."""
+        with _counted(self._backlog, engine_id, tokens):
+            yield
+
+    @contextmanager
+    def reading(self, source_id: str, sink_id: str) -> Generator[None]:
+        """A READ may be under way."""
+        with _counted(self._reads, source_id, 1), _counted(self._reads, sink_id, 1):
+            yield
+
+    def prefilled(
+        self, engine: Engine, source_id: str, began_s: float, report: TurnReport, keys: Sequence[int]
+    ) -> None:
+        """A prefill engine answered: what it computed and READ, and what its cache holds from here on."""
+        engine_id, layout = engine.holder.engine_id, engine.layout.layout_hash
+        meter = self._meters.setdefault(engine_id, ServiceMeter())
+        served_s = meter.served_s(began_s, self._clock.now_s())
+        self._prefixes.remember(engine_id, keys)
+        computed = report.prompt_tokens - report.local_tokens - report.read_tokens
+        self._rates.computed(engine_id, f"prefill {layout}", computed, max(0.0, served_s - report.read_s))
+        if source_id and report.read_tokens and report.read_s:
+            self._rates.moved(source_id, engine_id, f"readback {layout}", report.read_tokens, report.read_s)
+
+    def handed_over(self, source_id: str, sink: Engine, tokens: int, seconds: float) -> None:
+        """A decode engine gave its first byte so long after it was asked, on KV of so many tokens."""
+        group = f"handover {sink.layout.layout_hash}"
+        self._rates.moved(source_id, sink.holder.engine_id, group, tokens, seconds)
+
+    def appended(self, engine: Engine, tokens: int, seconds: float) -> None:
+        """A decode engine computed so many tokens of a prompt until its first byte."""
+        group = f"append {engine.layout.layout_hash}"
+        self._rates.computed(engine.holder.engine_id, group, tokens, seconds)
+
+    # --- for the planner ----------------------------------------------------------------------------------
+
+    def cached_bytes(self, keys: Sequence[int], ends: Sequence[int]) -> Mapping[str, int]:
+        """By engine, how much of a prompt's text its prefix cache is likely to hold."""
+        return self._prefixes.cached_bytes(keys, ends)
+
+    def read_rates(self, layout_hash: str) -> ReadRates:
+        """How long KV of a layout takes from engine to engine."""
+        return ReadRates(
+            self._rates.group_line(f"readback {layout_hash}"),
+            self._rates.group_line(f"handover {layout_hash}"),
+            self._rates.pair_lines,
+        )
+
+    def seen(self, signal: EngineSignal, *, prefills: bool) -> EngineSignal:
+        """The signal of an engine, with its load and its rates."""
+        engine_id = signal.engine_id
+        inflight_max = self.limits.prefill_inflight_max if prefills else self.limits.decode_inflight_max
+        warmth = self._warmth(engine_id)
+        group = f"{'prefill' if prefills else 'append'} {signal.layout_hash}"
+        return replace(
+            signal,
+            full=0 < inflight_max * warmth <= signal.running,
+            warmth=warmth,
+            backlog_tokens=self._backlog[engine_id],
+            reads=self._reads[engine_id],
+            prefill=self._rates.prefill_line(engine_id, group),
+        )
+
+    def _warmth(self, engine_id: str) -> float:
+        joined_s = self._joined_s.get(engine_id)
+        if joined_s is None or self.limits.slow_start_s <= 0:
+            return 1.0
+        share = (self._clock.now_s() - joined_s) / self.limits.slow_start_s
+        return min(1.0, max(WARMTH_MIN, share))
+
+
+@contextmanager
+def _counted(counter: Counter[str], key: str, amount: int) -> Generator[None]:
+    counter[key] += amount
+    try:
+        yield
+    finally:
+        counter[key] -= amount
+        if counter[key] <= 0:
+            del counter[key]
