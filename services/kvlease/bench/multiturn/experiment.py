@@ -4,11 +4,12 @@ import asyncio
 import uuid
 
 from kvlease.bench.multiturn.client import Fleet, Reply, read_counters
-from kvlease.bench.multiturn.fleet import Running
+from kvlease.bench.multiturn.fleet import AUTO_SAMPLES, Running
 from kvlease.bench.multiturn.plan import Cell, Mode, Sweep, TurnStats, prompt_tokens
 
 SECOND_REPLY_TOKENS = 16
 WARM_LENGTH = 512
+AUTO_SUFFIXES = (256, 1024)
 
 
 class Experiment:
@@ -22,12 +23,17 @@ class Experiment:
         self._sweep = sweep
         self.vocabulary = vocabulary
 
-    async def warm(self, running: Running, modes: tuple[Mode, ...]) -> None:
-        """Turns of every mode that nobody measures: handshakes, and kernels for every length."""
-        for length in sorted({WARM_LENGTH, min(self._sweep.lengths), max(self._sweep.lengths)}):
-            for mode in modes:
-                for suffix in self._sweep.suffixes:
-                    await self.run(running, Cell(mode, length, suffix, 1, -1))
+    async def warm(self, running: Running) -> None:
+        """Turns of every mode that nobody measures: handshakes, kernels for every length, rates for AUTO."""
+        shortest, longest = min(self._sweep.lengths), max(self._sweep.lengths)
+        for mode in running.fleets:
+            for length in dict.fromkeys((WARM_LENGTH, shortest, longest)):
+                await self.run(running, Cell(mode, length, min(self._sweep.suffixes), 1, -1))
+        if Mode.AUTO in running.fleets:
+            for number in range(2 * AUTO_SAMPLES):
+                # While thresholds decide, these suffixes are appended and read back in turn, at several lengths.
+                suffix, length = AUTO_SUFFIXES[number % 2], shortest * (1 + number % 3) // 2
+                await self.run(running, Cell(Mode.AUTO, length, suffix, 1, -1))
 
     async def run(self, running: Running, cell: Cell) -> list[TurnStats]:
         """The second turns of a cell. Its prompts are new to every engine."""

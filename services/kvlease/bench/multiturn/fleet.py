@@ -5,7 +5,7 @@ import json
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -21,6 +21,8 @@ from kvlease.router.server import RouterServer
 
 SERVED_MODEL = "multiturn"
 NEVER = 1 << 30
+AUTO_SAMPLES = 6
+"""Measurements of each rate before AUTO plans by them; the warm-up takes as many of each path."""
 REQUEST_TIMEOUT_S = 600.0
 
 SHAPES = {
@@ -107,16 +109,17 @@ def write_shape(name: str) -> Path:
 
 
 def router_config(mode: Mode) -> RouterConfig:
-    """A router that takes one path wherever it can; with AUTO one as it is by default."""
+    """A router that takes one path wherever it can; with AUTO one that soon plans by what it measured."""
+    thresholds = RouterConfig(gap_floor_s=300.0, rate_samples_min=0)
     match mode:
         case Mode.OFF:
-            return RouterConfig(reuse_tokens_min=NEVER, gap_floor_s=300.0)
+            return replace(thresholds, reuse_tokens_min=NEVER)
         case Mode.ON:
-            return RouterConfig(append_tokens_max=0, gap_floor_s=300.0)
+            return replace(thresholds, append_tokens_max=0)
         case Mode.APPEND:
-            return RouterConfig(append_tokens_max=NEVER, gap_floor_s=300.0)
+            return replace(thresholds, append_tokens_max=NEVER)
         case _:
-            return RouterConfig(gap_floor_s=300.0)
+            return replace(thresholds, rate_samples_min=AUTO_SAMPLES)
 
 
 @asynccontextmanager

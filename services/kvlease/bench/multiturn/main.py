@@ -135,7 +135,7 @@ async def _run_cells(
     experiment: Experiment, running: Running, cells: list[Cell], record: "Record", progress: "Progress"
 ) -> None:
     progress.say("warming up")
-    await experiment.warm(running, tuple(running.fleets))
+    await experiment.warm(running)
     for cell in cells:
         turns = await experiment.run(running, cell)
         if cell.mode is Mode.STOCK and not all(turn.bytes for turn in turns):
