@@ -81,5 +81,6 @@ bench: $(GENERATED) engine-env ## Measure what retaining costs an idle decode en
 
 clean: ## Remove what was built in this clone (the user cache stays; see ~/.cache/kvlease)
 	rm -rf $(VENV) build dist services/kvlease/v1 services/kvlease/etcd
+	rm -rf examples/*/gen examples/typescript/dist examples/typescript/node_modules examples/java/target
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find services connector tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""The commands in the pages of docs/, run against a stack over simulated engines.
+"""The commands in README.md and the pages of docs/, run against a stack over simulated engines.
 
 A block ```console run holds commands after `$ ` (continued by `> `) and what they print; one of ```python run is a
 program, and the ```text block after it is what it prints. `...` stands for any text.
@@ -21,7 +21,7 @@ from kvlease.dev.engine_process import free_ports
 from kvlease.runtime.child_process import tied_to_this_process
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 START_S = 90.0
 COMMAND_S = 60.0
 BLOCK = re.compile(r"^```(?P<kind>\w+)(?P<run> run)?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -147,12 +147,12 @@ def test_the_programs_of_a_page_are_python(page: Path) -> None:
             compile(body, page.name, "exec")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "examples" / "README.md"], ids=str)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*/README.md"), *ROOT.glob("docs/*/README.md")], ids=str)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert missing == []
 
 
-def test_getting_started_and_the_recipes_have_commands_that_are_run() -> None:
+def test_readme_getting_started_and_recipes_have_commands_that_are_run() -> None:
     run = {page.stem for page in PAGES if steps(page)}
-    assert {"getting-started", "recipes"} <= run
+    assert {"README", "getting-started", "recipes"} <= run
