@@ -169,6 +169,18 @@ def fleet() -> Dashboard:
                 (Query(total(m.RUNNING_LEGS, ("role",)), "{{role}}"),),
             ),
             Panel(
+                "Queue",
+                "short",
+                "Tokens of prompts that engines of each role have to compute yet: with it TTFT grows.",
+                (Query(total(m.BACKLOG_TOKENS, ("role",)), "{{role}}"),),
+            ),
+            Panel(
+                "READs under way",
+                "short",
+                "From or to engines of each role; their number per engine is capped.",
+                (Query(total(m.RUNNING_READS, ("role",)), "{{role}}"),),
+            ),
+            Panel(
                 "Legs by outcome",
                 "reqps",
                 "What engines answer; failed: no answer. A failed leg is tried at another engine once.",

@@ -105,3 +105,14 @@ class TableGauges:
             yield Sample(catalogue.ENGINES, count, labels)
         for role, count in sorted(legs.items()):
             yield Sample(catalogue.RUNNING_LEGS, count, (role,))
+        yield from self._load_samples()
+
+    def _load_samples(self) -> Iterator[Sample]:
+        backlog: Counter[str] = Counter()
+        reads: Counter[str] = Counter()
+        for signal in self._engines.signals(""):
+            backlog[signal.role.value] += signal.backlog_tokens
+            reads[signal.role.value] += signal.reads
+        for role in sorted(backlog):
+            yield Sample(catalogue.BACKLOG_TOKENS, backlog[role], (role,))
+            yield Sample(catalogue.RUNNING_READS, reads[role], (role,))

@@ -176,6 +176,18 @@ RETRIES = _counter("kvlease_leg_retries", "Tries of a leg after the first of its
 RUNNING_LEGS = _gauge(
     "kvlease_running_legs", "Requests in flight at an engine of this role", ("role",), "router"
 )
+BACKLOG_TOKENS = _gauge(
+    "kvlease_backlog_tokens",
+    "The queue: tokens of prompts that engines of this role have to compute yet, as far as this router sent them",
+    ("role",),
+    "router",
+)
+RUNNING_READS = _gauge(
+    "kvlease_running_reads",
+    "READs under way from or to engines of this role, as far as this router ordered them",
+    ("role",),
+    "router",
+)
 CONVERSATIONS = _gauge("kvlease_conversations", "Conversations that are remembered", (), "router")
 RECORDED_LEASES = _gauge(
     "kvlease_recorded_leases", "Confirmed leases of the whole fleet, as the watch told", (), "router"
