@@ -138,6 +138,7 @@ def test_the_image_of_the_services_has_what_pyproject_asks_for_in_one_version_ea
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["services"]]
     for requirement in map(Requirement, wanted):
+        assert requirement.name in versions, f"{requirement}: make constraints.txt again, as its head says"
         assert requirement.specifier.contains(versions[requirement.name]), requirement
     assert not {"torch", "vllm", "nixl", "numpy"} & versions.keys()
 
