@@ -17,6 +17,8 @@ HERE = Path(__file__).parent
 RATE = "$__rate_interval"
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT, GRID = 8, 8, 24
+_CHOSEN = 'engine_id=~"$engine_id"'
+"""The engines that the dashboard's variable names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,12 @@ def highest(metric: Metric, by: Sequence[str] = (), where: str = "") -> str:
     return f"max{_by(by)} ({metric.name}{_where(where)})"
 
 
+def share_of_blocks(state: str) -> str:
+    """What part of an engine's blocks is in a state."""
+    part = total(m.ENGINE_BLOCKS, ("engine_id",), f'state="{state}",{_CHOSEN}')
+    return f"{part} / {total(m.ENGINE_CAPACITY_BLOCKS, ('engine_id',), _CHOSEN)}"
+
+
 def _by(labels: Sequence[str]) -> str:
     return f" by ({', '.join(labels)})" if labels else ""
 
@@ -122,297 +130,287 @@ EVICTIONS = Panel(
 )
 
 
-def fleet() -> Dashboard:
-    """Is the fleet well, and is it worth it?"""
-    badly = rate(m.TURNS, where='ended!="well"')
-    return Dashboard(
-        "fleet",
-        "kvlease: fleet",
-        (
-            TURNS_BY_PATH,
-            Panel(
-                "Requests by status",
-                "reqps",
-                "What clients get, turns and everything else; 401 and 429 never became a turn.",
-                (Query(rate(m.HTTP_REQUESTS, ("path", "status")), "{{status}} {{path}}"),),
-            ),
-            Panel(
-                "Turns that did not end well",
-                "percentunit",
-                "badly: an error or an engine that broke off; aborted: the client left.",
-                (
-                    Query(f"{badly} / {rate(m.TURNS)}", "share"),
-                    Query(rate(m.TURNS, ("ended",)), "{{ended}} per second"),
-                ),
-            ),
-            Panel(
-                "TTFT, median and p95",
-                "s",
-                "Time to the first byte by path. readback has to beat recompute.",
-                (
-                    Query(quantile(0.5, m.TTFT_SECONDS, ("path",)), "{{path}} p50"),
-                    Query(quantile(0.95, m.TTFT_SECONDS, ("path",)), "{{path}} p95"),
-                ),
-            ),
-            REUSED_SHARE,
-            READ_BYTES,
-            Panel(
-                "Engines",
-                "short",
-                "By role and state, as routers and registries see them: the highest count that one tells.",
-                (Query(highest(m.ENGINES, ("role", "state")), "{{role}} {{state}}"),),
-            ),
-            Panel(
-                "Turns in flight",
-                "short",
-                "Requests at the engines of each role, over all routers.",
-                (Query(total(m.RUNNING_LEGS, ("role",)), "{{role}}"),),
-            ),
-            Panel(
-                "Queue",
-                "short",
-                "Tokens of prompts that engines of each role have to compute yet: with it TTFT grows.",
-                (Query(total(m.BACKLOG_TOKENS, ("role",)), "{{role}}"),),
-            ),
-            Panel(
-                "READs under way",
-                "short",
-                "From or to engines of each role; their number per engine is capped.",
-                (Query(total(m.RUNNING_READS, ("role",)), "{{role}}"),),
-            ),
-            Panel(
-                "Legs by outcome",
-                "reqps",
-                "What engines answer; failed: no answer. A failed leg is tried at another engine once.",
-                (Query(rate(m.LEG_SECONDS, ("leg", "outcome")), "{{leg}} {{outcome}}"),),
-            ),
-            Panel(
-                "Retries",
-                "ops",
-                "Tries of a leg after its first.",
-                (Query(rate(m.RETRIES, ("leg",)), "{{leg}}"),),
-            ),
-            Panel(
-                "Renewal lag",
-                "s",
-                "From a heartbeat to the answer that holders applied it. Leases outlive two lost beats.",
-                (
-                    Query(quantile(0.95, m.RENEWAL_SECONDS), "p95"),
-                    Query(highest(m.RENEWAL_SILENCE_SECONDS), "longest silence"),
-                ),
-            ),
-            Panel(
-                "Calls to the store, p95",
-                "s",
-                "By call. A slow store delays records, never turns.",
-                (Query(quantile(0.95, m.STORE_CALL_SECONDS, ("call",)), "{{call}}"),),
-            ),
-            Panel(
-                "gRPC calls answered, p95",
-                "s",
-                "By method, over registries, sidecars and routers.",
-                (Query(quantile(0.95, m.RPC_SECONDS, ("method",)), "{{method}}"),),
-            ),
-            Panel(
-                "gRPC calls refused",
-                "reqps",
-                "By method and status.",
-                (Query(rate(m.RPC_SECONDS, ("method", "status"), 'status!="OK"'), "{{method}} {{status}}"),),
-            ),
-            Panel(
-                "What runs",
-                "short",
-                "Processes by version.",
-                (Query(f"count by (process, version) ({m.BUILD_INFO.name})", "{{process}} {{version}}"),),
+_BADLY = rate(m.TURNS, where='ended!="well"')
+FLEET = Dashboard(
+    "fleet",
+    "kvlease: fleet",
+    (
+        TURNS_BY_PATH,
+        Panel(
+            "Requests by status",
+            "reqps",
+            "What clients get, turns and everything else; 401 and 429 never became a turn.",
+            (Query(rate(m.HTTP_REQUESTS, ("path", "status")), "{{status}} {{path}}"),),
+        ),
+        Panel(
+            "Turns that did not end well",
+            "percentunit",
+            "badly: an error or an engine that broke off; aborted: the client left.",
+            (
+                Query(f"{_BADLY} / {rate(m.TURNS)}", "share"),
+                Query(rate(m.TURNS, ("ended",)), "{{ended}} per second"),
             ),
         ),
-    )
+        Panel(
+            "TTFT, median and p95",
+            "s",
+            "Time to the first byte by path. readback has to beat recompute.",
+            (
+                Query(quantile(0.5, m.TTFT_SECONDS, ("path",)), "{{path}} p50"),
+                Query(quantile(0.95, m.TTFT_SECONDS, ("path",)), "{{path}} p95"),
+            ),
+        ),
+        REUSED_SHARE,
+        READ_BYTES,
+        Panel(
+            "Engines",
+            "short",
+            "By role and state, as routers and registries see them: the highest count that one tells.",
+            (Query(highest(m.ENGINES, ("role", "state")), "{{role}} {{state}}"),),
+        ),
+        Panel(
+            "Turns in flight",
+            "short",
+            "Requests at the engines of each role, over all routers.",
+            (Query(total(m.RUNNING_LEGS, ("role",)), "{{role}}"),),
+        ),
+        Panel(
+            "Queue",
+            "short",
+            "Tokens of prompts that engines of each role have to compute yet: with it TTFT grows.",
+            (Query(total(m.BACKLOG_TOKENS, ("role",)), "{{role}}"),),
+        ),
+        Panel(
+            "READs under way",
+            "short",
+            "From or to engines of each role; their number per engine is capped.",
+            (Query(total(m.RUNNING_READS, ("role",)), "{{role}}"),),
+        ),
+        Panel(
+            "Legs by outcome",
+            "reqps",
+            "What engines answer; failed: no answer. A failed leg is tried at another engine once.",
+            (Query(rate(m.LEG_SECONDS, ("leg", "outcome")), "{{leg}} {{outcome}}"),),
+        ),
+        Panel(
+            "Retries",
+            "ops",
+            "Tries of a leg after its first.",
+            (Query(rate(m.RETRIES, ("leg",)), "{{leg}}"),),
+        ),
+        Panel(
+            "Renewal lag",
+            "s",
+            "From a heartbeat to the answer that holders applied it. Leases outlive two lost beats.",
+            (
+                Query(quantile(0.95, m.RENEWAL_SECONDS), "p95"),
+                Query(highest(m.RENEWAL_SILENCE_SECONDS), "longest silence"),
+            ),
+        ),
+        Panel(
+            "Calls to the store, p95",
+            "s",
+            "By call. A slow store delays records, never turns.",
+            (Query(quantile(0.95, m.STORE_CALL_SECONDS, ("call",)), "{{call}}"),),
+        ),
+        Panel(
+            "gRPC calls answered, p95",
+            "s",
+            "By method, over registries, sidecars and routers.",
+            (Query(quantile(0.95, m.RPC_SECONDS, ("method",)), "{{method}}"),),
+        ),
+        Panel(
+            "gRPC calls refused",
+            "reqps",
+            "By method and status.",
+            (Query(rate(m.RPC_SECONDS, ("method", "status"), 'status!="OK"'), "{{method}} {{status}}"),),
+        ),
+        Panel(
+            "What runs",
+            "short",
+            "Processes by version.",
+            (Query(f"count by (process, version) ({m.BUILD_INFO.name})", "{{process}} {{version}}"),),
+        ),
+    ),
+)
+"""Is the fleet well, and is it worth it?"""
 
 
-def conversations() -> Dashboard:
-    """Do conversations find their leases, and if not, why?"""
-    return Dashboard(
-        "conversations",
-        "kvlease: conversations",
-        (
-            Panel(
-                "Turns by path and reason",
-                "reqps",
-                "Why each path was taken: the names are those of `X-Kvlease-Route`.",
-                (Query(rate(m.TURNS, ("path", "reason")), "{{path}}: {{reason}}"),),
+CONVERSATIONS = Dashboard(
+    "conversations",
+    "kvlease: conversations",
+    (
+        Panel(
+            "Turns by path and reason",
+            "reqps",
+            "Why each path was taken: the names are those of `X-Kvlease-Route`.",
+            (Query(rate(m.TURNS, ("path", "reason")), "{{path}}: {{reason}}"),),
+        ),
+        REUSED_SHARE,
+        Panel(
+            "Prompt tokens",
+            "short",
+            "Per second: READ from leases, found in an engine's own cache, computed.",
+            (
+                Query(rate(m.READ_TOKENS), "READ"),
+                Query(f"{rate(m.REUSED_TOKENS)} - {rate(m.READ_TOKENS)}", "own cache"),
+                Query(rate(m.RECOMPUTED_TOKENS), "computed"),
             ),
-            REUSED_SHARE,
-            Panel(
-                "Prompt tokens",
-                "short",
-                "Per second: READ from leases, found in an engine's own cache, computed.",
-                (
-                    Query(rate(m.READ_TOKENS), "READ"),
-                    Query(f"{rate(m.REUSED_TOKENS)} - {rate(m.READ_TOKENS)}", "own cache"),
-                    Query(rate(m.RECOMPUTED_TOKENS), "computed"),
-                ),
+        ),
+        Panel(
+            "Conversations and leases",
+            "short",
+            "Conversations that routers remember, leases that they keep alive, leases that are recorded.",
+            (
+                Query(total(m.CONVERSATIONS), "conversations"),
+                Query(total(m.RENEWED_LEASES), "renewed"),
+                Query(highest(m.RECORDED_LEASES), "recorded"),
             ),
-            Panel(
-                "Conversations and leases",
-                "short",
-                "Conversations that routers remember, leases that they keep alive, leases that are recorded.",
-                (
-                    Query(total(m.CONVERSATIONS), "conversations"),
-                    Query(total(m.RENEWED_LEASES), "renewed"),
-                    Query(highest(m.RECORDED_LEASES), "recorded"),
-                ),
-            ),
-            Panel(
-                "Leases ended",
-                "ops",
-                "By state. expired: the next turn came too late; lost: an engine went or was reset.",
-                (Query(rate(m.LEASE_ENDINGS, ("state",), 'kind="conversation"'), "{{state}}"),),
-            ),
-            EVICTIONS,
-            Panel(
-                "Pins by outcome",
-                "ops",
-                "A readback begins with a pin of its lease; what is not ok was recomputed.",
-                (Query(rate(m.REGISTRY_CALL_SECONDS, ("outcome",), 'call="pin"'), "{{outcome}}"),),
-            ),
-            Panel(
-                "Pins, p95",
-                "s",
-                "A readback waits for its pin.",
-                (Query(quantile(0.95, m.REGISTRY_CALL_SECONDS, where='call="pin"'), "p95"),),
-            ),
-            READ_OUTCOMES,
-            Panel(
-                "Renewals that missed",
-                "ops",
-                "Why a lease could not be kept alive.",
-                (Query(rate(m.RENEWAL_MISSES, ("reason",)), "{{reason}}"),),
-            ),
-            Panel(
-                "Tokens saved by tenant",
-                "short",
-                "Per second, the ten that save most; tenants by the first digits of their digest.",
-                (Query(f"topk(10, {rate(m.TENANT_REUSED_TOKENS, ('tenant',))})", "{{tenant}}"),),
-            ),
-            Panel(
-                "Share saved by tenant",
-                "percentunit",
-                "Of each tenant's prompt tokens, those that were not computed again.",
-                (
-                    Query(
-                        f"{rate(m.TENANT_REUSED_TOKENS, ('tenant',))} / "
-                        f"{rate(m.TENANT_PROMPT_TOKENS, ('tenant',))}",
-                        "{{tenant}}",
-                    ),
+        ),
+        Panel(
+            "Leases ended",
+            "ops",
+            "By state. expired: the next turn came too late; lost: an engine went or was reset.",
+            (Query(rate(m.LEASE_ENDINGS, ("state",), 'kind="conversation"'), "{{state}}"),),
+        ),
+        EVICTIONS,
+        Panel(
+            "Pins by outcome",
+            "ops",
+            "A readback begins with a pin of its lease; what is not ok was recomputed.",
+            (Query(rate(m.REGISTRY_CALL_SECONDS, ("outcome",), 'call="pin"'), "{{outcome}}"),),
+        ),
+        Panel(
+            "Pins, p95",
+            "s",
+            "A readback waits for its pin.",
+            (Query(quantile(0.95, m.REGISTRY_CALL_SECONDS, where='call="pin"'), "p95"),),
+        ),
+        READ_OUTCOMES,
+        Panel(
+            "Renewals that missed",
+            "ops",
+            "Why a lease could not be kept alive.",
+            (Query(rate(m.RENEWAL_MISSES, ("reason",)), "{{reason}}"),),
+        ),
+        Panel(
+            "Tokens saved by tenant",
+            "short",
+            "Per second, the ten that save most; tenants by the first digits of their digest.",
+            (Query(f"topk(10, {rate(m.TENANT_REUSED_TOKENS, ('tenant',))})", "{{tenant}}"),),
+        ),
+        Panel(
+            "Share saved by tenant",
+            "percentunit",
+            "Of each tenant's prompt tokens, those that were not computed again.",
+            (
+                Query(
+                    f"{rate(m.TENANT_REUSED_TOKENS, ('tenant',))} / "
+                    f"{rate(m.TENANT_PROMPT_TOKENS, ('tenant',))}",
+                    "{{tenant}}",
                 ),
             ),
         ),
-    )
+    ),
+)
+"""Do conversations find their leases, and if not, why?"""
 
 
-def engines() -> Dashboard:
-    """What do engines keep, and do they READ?"""
-    chosen = 'engine_id=~"$engine_id"'
-    return Dashboard(
-        "engines",
-        "kvlease: engines",
-        (
-            Panel(
-                "Engines",
-                "short",
-                "What is attached to a sidecar.",
-                (
-                    Query(
-                        f"max by (engine_id, role, model, vllm_version, layout_hash, retain) "
-                        f"({m.ENGINE_INFO.name}{{{chosen}}})"
-                    ),
-                ),
-                kind="table",
-            ),
-            Panel(
-                "Engines that answer",
-                "short",
-                "1 while the engine's connector answers its sidecar.",
-                (Query(highest(m.ENGINE_UP, ("engine_id",), chosen), "{{engine_id}}"),),
-            ),
-            Panel(
-                "Blocks held by leases",
-                "percentunit",
-                "Of the engine's blocks. The rest is free for requests.",
-                (Query(_share("held", chosen), "{{engine_id}}"),),
-            ),
-            Panel(
-                "Blocks being read",
-                "percentunit",
-                "Pinned: they cannot be evicted. The cap is a setting of the connector (a quarter).",
-                (Query(_share("reading", chosen), "{{engine_id}}"),),
-            ),
-            Panel(
-                "Blocks in quarantine",
-                "short",
-                "Destinations of READs that were given up and may still be written to. They must come back.",
-                (
-                    Query(
-                        total(m.ENGINE_BLOCKS, ("engine_id",), f'state="quarantined",{chosen}'),
-                        "{{engine_id}}",
-                    ),
+ENGINES = Dashboard(
+    "engines",
+    "kvlease: engines",
+    (
+        Panel(
+            "Engines",
+            "short",
+            "What is attached to a sidecar.",
+            (
+                Query(
+                    f"max by (engine_id, role, model, vllm_version, layout_hash, retain) "
+                    f"({m.ENGINE_INFO.name}{{{_CHOSEN}}})"
                 ),
             ),
-            Panel(
-                "Requests computing",
-                "short",
-                "As the engine counts them.",
-                (Query(total(m.ENGINE_RUNNING, ("engine_id",), chosen), "{{engine_id}}"),),
-            ),
-            Panel(
-                "Leases",
-                "short",
-                "By kind and state.",
-                (Query(total(m.ENGINE_LEASES, ("kind", "state"), chosen), "{{kind}} {{state}}"),),
-            ),
-            Panel(
-                "KV READ",
-                "Bps",
-                "By the engine that reads.",
-                (Query(rate(m.ENGINE_READ_BYTES, ("engine_id",), chosen), "{{engine_id}}"),),
-            ),
-            Panel(
-                "READs begun",
-                "ops",
-                "By the engine that reads.",
-                (Query(rate(m.ENGINE_READS, ("engine_id",), chosen), "{{engine_id}}"),),
-            ),
-            READ_OUTCOMES,
-            Panel(
-                "Leases that did not fit the prompt",
-                "ops",
-                "Digests showed that less of the lease than expected belongs to the prompt: edited histories.",
-                (Query(rate(m.ENGINE_MISMATCHES, ("engine_id",), chosen), "{{engine_id}}"),),
-            ),
-            EVICTIONS,
-            Panel(
-                "Questions to connectors, p95",
-                "s",
-                "A connector answers between two steps of its engine.",
-                (Query(quantile(0.95, m.CONNECTOR_CALL_SECONDS, ("call",)), "{{call}}"),),
-            ),
-            Panel(
-                "Calls to other sidecars, p95",
-                "s",
-                "A decode engine's pin at the prefill engine's sidecar, among others.",
-                (Query(quantile(0.95, m.SIDECAR_CALL_SECONDS, ("call",)), "{{call}}"),),
+            kind="table",
+        ),
+        Panel(
+            "Engines that answer",
+            "short",
+            "1 while the engine's connector answers its sidecar.",
+            (Query(highest(m.ENGINE_UP, ("engine_id",), _CHOSEN), "{{engine_id}}"),),
+        ),
+        Panel(
+            "Blocks held by leases",
+            "percentunit",
+            "Of the engine's blocks. The rest is free for requests.",
+            (Query(share_of_blocks("held"), "{{engine_id}}"),),
+        ),
+        Panel(
+            "Blocks being read",
+            "percentunit",
+            "Pinned: they cannot be evicted. The cap is a setting of the connector (a quarter).",
+            (Query(share_of_blocks("reading"), "{{engine_id}}"),),
+        ),
+        Panel(
+            "Blocks in quarantine",
+            "short",
+            "Destinations of READs that were given up and may still be written to. They must come back.",
+            (
+                Query(
+                    total(m.ENGINE_BLOCKS, ("engine_id",), f'state="quarantined",{_CHOSEN}'),
+                    "{{engine_id}}",
+                ),
             ),
         ),
-        variables=(("engine_id", m.ENGINE_INFO),),
-    )
+        Panel(
+            "Requests computing",
+            "short",
+            "As the engine counts them.",
+            (Query(total(m.ENGINE_RUNNING, ("engine_id",), _CHOSEN), "{{engine_id}}"),),
+        ),
+        Panel(
+            "Leases",
+            "short",
+            "By kind and state.",
+            (Query(total(m.ENGINE_LEASES, ("kind", "state"), _CHOSEN), "{{kind}} {{state}}"),),
+        ),
+        Panel(
+            "KV READ",
+            "Bps",
+            "By the engine that reads.",
+            (Query(rate(m.ENGINE_READ_BYTES, ("engine_id",), _CHOSEN), "{{engine_id}}"),),
+        ),
+        Panel(
+            "READs begun",
+            "ops",
+            "By the engine that reads.",
+            (Query(rate(m.ENGINE_READS, ("engine_id",), _CHOSEN), "{{engine_id}}"),),
+        ),
+        READ_OUTCOMES,
+        Panel(
+            "Leases that did not fit the prompt",
+            "ops",
+            "Digests showed that less of the lease than expected belongs to the prompt: edited histories.",
+            (Query(rate(m.ENGINE_MISMATCHES, ("engine_id",), _CHOSEN), "{{engine_id}}"),),
+        ),
+        EVICTIONS,
+        Panel(
+            "Questions to connectors, p95",
+            "s",
+            "A connector answers between two steps of its engine.",
+            (Query(quantile(0.95, m.CONNECTOR_CALL_SECONDS, ("call",)), "{{call}}"),),
+        ),
+        Panel(
+            "Calls to other sidecars, p95",
+            "s",
+            "A decode engine's pin at the prefill engine's sidecar, among others.",
+            (Query(quantile(0.95, m.SIDECAR_CALL_SECONDS, ("call",)), "{{call}}"),),
+        ),
+    ),
+    variables=(("engine_id", m.ENGINE_INFO),),
+)
+"""What do engines keep, and do they READ?"""
 
-
-def _share(state: str, chosen: str) -> str:
-    part = total(m.ENGINE_BLOCKS, ("engine_id",), f'state="{state}",{chosen}')
-    return f"{part} / {total(m.ENGINE_CAPACITY_BLOCKS, ('engine_id',), chosen)}"
-
-
-DASHBOARDS = (fleet(), conversations(), engines())
+DASHBOARDS = (FLEET, CONVERSATIONS, ENGINES)
 
 
 # --- Grafana's JSON -------------------------------------------------------------------------------------------
