@@ -66,7 +66,7 @@ def test_an_engine_is_full_at_its_limit_and_sooner_while_it_warms_up() -> None:
     loads = EngineLoads(clock, LoadLimits(prefill_inflight_max=10, slow_start_s=30.0))
     busy = replace(P, running=5)
     assert not loads.seen(busy, prefills=True).full
-    loads.joined("p")
+    loads.joined("p", warm=False)
     assert loads.seen(busy, prefills=True).warmth == pytest.approx(0.1)
     assert loads.seen(busy, prefills=True).full
     clock.advance(18.0)

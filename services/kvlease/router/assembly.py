@@ -5,6 +5,7 @@ from typing import Any
 
 from kvlease.core.clock import Clock
 from kvlease.core.renewal import RenewalTable
+from kvlease.router.admission import Admission
 from kvlease.router.background import Background
 from kvlease.router.config import RouterConfig
 from kvlease.router.conversations import ConversationTable
@@ -44,8 +45,10 @@ def make_services(
     health = EngineHealth(engine_port, engines, clock, config.health_limits(), config.engine_credentials())
     conversations = ConversationTable(clock, table, engines, random, config.conversations_max)
     background = Background()
+    tenants = TenancyByCredential() if tenancy is None else tenancy
+    admission = Admission(engines, tenants, clock, config.admission_limits())
     metrics = Metrics("router") if metrics is None else metrics
-    metrics.on_scrape(TableGauges(engines, conversations, table, background))
+    metrics.on_scrape(TableGauges(engines, conversations, table, background, admission))
     return TurnServices(
         clock=clock,
         engines=engines,
@@ -61,7 +64,8 @@ def make_services(
         policy=policy,
         limits=config.turn_limits(),
         tracing=tracing,
-        tenancy=TenancyByCredential() if tenancy is None else tenancy,
+        admission=admission,
+        tenancy=tenants,
         responses=ResponseStore(config.responses_max, config.responses_bytes_max),
     )
 

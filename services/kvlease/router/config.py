@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import PlanLimits
 from kvlease.core.renewal import RenewalPolicy
+from kvlease.router.admission import AdmissionLimits
 from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
 from kvlease.router.health import HealthLimits
 from kvlease.router.identity import SESSION_HEADERS
@@ -72,6 +73,10 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         0, "requests that this router keeps in flight at one prefill engine; 0: any number"
     )
     decode_inflight_max: int = setting(0, "and at one decode engine; more wait in the queue")
+    queue_max: int = setting(
+        1000, "turns that wait here when decode engines are at decode_inflight_max; one tenant's: half of it"
+    )
+    queue_wait_s: float = setting(30.0, "how long one waits before it is answered 503")
     slow_start_s: float = setting(
         30.0, "an engine that joins gets its whole share of turns after so long: its caches are cold"
     )
@@ -197,6 +202,8 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "conversations_max",
             "decode_running_max",
             "reads_max",
+            "queue_max",
+            "queue_wait_s",
             "prefill_timeout_s",
             "keys_poll_s",
             "workers",
@@ -266,6 +273,10 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             slow_start_s=self.slow_start_s,
             samples_min=max(1, self.rate_samples_min),
         )
+
+    def admission_limits(self) -> AdmissionLimits:
+        """The bounds of the queue."""
+        return AdmissionLimits(self.queue_max, self.queue_wait_s)
 
     def turn_limits(self) -> TurnLimits:
         """The bounds of a turn."""

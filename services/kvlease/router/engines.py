@@ -71,9 +71,7 @@ class EngineTable:
             if change.gone:
                 self._unregister(engine_id)
             else:
-                self._register(change.item)
-                if was_empty:
-                    self.loads.warm(engine_id)
+                self._register(change.item, warm=was_empty)
         self._suspect_until_s = {
             engine_id: until_s
             for engine_id, until_s in self._suspect_until_s.items()
@@ -100,6 +98,16 @@ class EngineTable:
         known = [*self._engines.values(), *self._last_resort()]
         named = [engine for engine in known if engine.model == model]
         return tuple(self._signal(engine) for engine in named or known)
+
+    def pool_of(self, model: str) -> str:
+        """Names the engines that may serve a model: the model itself, or empty for all (see `signals`)."""
+        return model if any(engine.model == model for engine in self._engines.values()) else ""
+
+    def decode_room(self, pool: str) -> int | None:
+        """Turns that the decode engines of a pool may have in flight; None: any number, or no engine is known."""
+        decodes = [e for e in self.signals(pool) if e.role is EngineRole.DECODE and not e.draining]
+        each = self.loads.limits.decode_inflight_max
+        return max(1, int(sum(e.warmth for e in decodes) * each)) if decodes and each else None
 
     @contextmanager
     def running(self, engine_id: str) -> Generator[None, None, None]:
@@ -141,10 +149,10 @@ class EngineTable:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _register(self, engine: Engine) -> None:
+    def _register(self, engine: Engine, *, warm: bool) -> None:
         """Whoever registers at an address is the only one there."""
         self._engines[engine.holder.engine_id] = engine
-        self.loads.joined(engine.holder.engine_id)
+        self.loads.joined(engine.holder.engine_id, warm=warm)
         here = (engine.url, engine.data_parallel_rank)
         for engine_id, (_, former) in list(self._unregistered.items()):
             if engine_id == engine.holder.engine_id or (former.url, former.data_parallel_rank) == here:

@@ -48,13 +48,10 @@ class EngineLoads:
 
     # --- engines come and go ------------------------------------------------------------------------------
 
-    def joined(self, engine_id: str) -> None:
-        """An engine registered; those that were there when the router began are as good as warm."""
-        self._joined_s.setdefault(engine_id, self._clock.now_s())
-
-    def warm(self, engine_id: str) -> None:
-        """An engine was there before the router."""
-        self._joined_s[engine_id] = float("-inf")
+    def joined(self, engine_id: str, *, warm: bool) -> None:
+        """An engine registered; a warm one was there before the router."""
+        if engine_id not in self._joined_s:
+            self._joined_s[engine_id] = float("-inf") if warm else self._clock.now_s()
 
     def gone(self, engine_id: str) -> None:
         """An engine is registered no more."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from kvlease.core.clock import Clock
 from kvlease.core.renewal import RenewalTable
+from kvlease.router.admission import Admission
 from kvlease.router.background import Background
 from kvlease.router.conversation import TurnRecord
 from kvlease.router.conversations import ConversationTable
@@ -50,6 +51,7 @@ class TurnMetrics:
         self._tenant_prompt = metrics.counter(catalogue.TENANT_PROMPT_TOKENS)
         self._tenant_reused = metrics.counter(catalogue.TENANT_REUSED_TOKENS)
         self._retries = metrics.counter(catalogue.RETRIES)
+        self._refused = metrics.counter(catalogue.REFUSED_TURNS)
         self._legs = CallTimer(metrics, catalogue.LEG_SECONDS, clock.now_s)
 
     def observe(self, record: TurnRecord, tenant: str) -> None:
@@ -67,6 +69,10 @@ class TurnMetrics:
         if record.ttft_s is not None:
             self._ttft.labels(path).observe(record.ttft_s)
 
+    def refused(self, code: str) -> None:
+        """Counts a turn that was not let in."""
+        self._refused.labels(code).inc()
+
     def engines(self, port: EnginePort, leg: str) -> EnginePort:
         """The port with which a leg calls engines, its calls timed."""
         return MeasuredEngines(port, self._legs, leg, self._clock)
@@ -81,11 +87,13 @@ class TableGauges:
         conversations: ConversationTable,
         renewals: RenewalTable,
         background: Background,
+        admission: Admission,
     ) -> None:
         self._engines = engines
         self._conversations = conversations
         self._renewals = renewals
         self._background = background
+        self._admission = admission
 
     def __call__(self) -> Iterator[Sample]:
         """What a scrape has of them."""
@@ -94,6 +102,7 @@ class TableGauges:
         yield Sample(catalogue.RECORDED_LEASES, self._conversations.recorded_leases)
         yield Sample(catalogue.RENEWED_LEASES, len(self._renewals))
         yield Sample(catalogue.DROPPED_DUTIES, self._background.dropped)
+        yield Sample(catalogue.WAITING_TURNS, self._admission.waiting)
 
     def _engine_samples(self) -> Iterator[Sample]:
         counts: Counter[tuple[str, str]] = Counter()

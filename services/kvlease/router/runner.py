@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kvlease.core.planning import TurnSignals, plan
 from kvlease.core.records import EngineRole
+from kvlease.router.admission import Overloaded
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
@@ -18,6 +19,7 @@ from kvlease.router.turn import (
     Turn,
     TurnServices,
     broken,
+    overloaded,
     refused,
     unavailable,
 )
@@ -40,7 +42,12 @@ class TurnRunner:
     async def run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
         """Answers the client, whatever happens. Cancelling it aborts both legs."""
         with self._services.tracing.turn(head.engine_headers):
-            await self._run(request, head, client)
+            try:
+                async with self._services.admission.admitted(request.tenant, request.model):
+                    await self._run(request, head, client)
+            except Overloaded as refusal:
+                self._services.metrics.refused(refusal.code)
+                await overloaded(client, head, refusal)
 
     async def _run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
         services = self._services

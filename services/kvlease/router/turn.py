@@ -13,6 +13,7 @@ from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, TurnPath, TurnSignals
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.core.turn import TurnReport
+from kvlease.router.admission import Admission, Overloaded
 from kvlease.router.background import Background
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
@@ -157,6 +158,7 @@ class TurnServices:
     policy: RenewalPolicy
     limits: TurnLimits
     health: EngineHealth
+    admission: Admission
     tracing: TurnTracing = NO_TRACING
     tenancy: Tenancy = field(default_factory=TenancyByCredential)
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(10_000, 256 << 20))
@@ -190,6 +192,13 @@ async def unavailable(client: ClientPort, head: RequestHead, message: str) -> No
     """Tells the client that nobody can serve the turn for the moment."""
     headers = {**JSON_HEADERS, "Retry-After": "1", "X-Request-Id": head.request_id}
     await client.answer(503, headers, error_body(503, message, "unavailable", head.api))
+
+
+async def overloaded(client: ClientPort, head: RequestHead, refusal: Overloaded) -> None:
+    """Tells the client that its turn was not let in, and when to try again."""
+    headers = {**JSON_HEADERS, "Retry-After": str(refusal.retry_after_s), "X-Request-Id": head.request_id}
+    body = error_body(refusal.status, str(refusal), refusal.code, head.api)
+    await client.answer(refusal.status, headers, body)
 
 
 async def refused(turn: Turn, refusal: Refusal) -> None:

@@ -170,9 +170,13 @@ TENANT_REUSED_TOKENS = _counter(
     "router",
 )
 RETRIES = _counter("kvlease_leg_retries", "Tries of a leg after the first of its turn", ("leg",), "router")
+REFUSED_TURNS = _counter(
+    "kvlease_refused_turns", "Turns that were not let in, by the code of their answer", ("code",), "router"
+)
 
 # --- what a router knows --------------------------------------------------------------------------------------
 
+WAITING_TURNS = _gauge("kvlease_waiting_turns", "Turns that wait for room at a decode engine", (), "router")
 RUNNING_LEGS = _gauge(
     "kvlease_running_legs", "Requests in flight at an engine of this role", ("role",), "router"
 )
