@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvlease.core.digests import BlockChain
 from kvlease.core.errors import KvleaseError
@@ -46,6 +47,12 @@ SCARCE = WorldSettings(
     network=NetworkSettings(slow_share=0.1),
 )
 """Blocks are scarce, so that a freed one is soon written again; READs and messages are slow."""
+
+
+def scarce(*fault_kinds: str, **changes: Any) -> WorldSettings:
+    """The same with one kind of fault again and again."""
+    return replace(SCARCE, fault_kinds=frozenset(fault_kinds), **changes)
+
 
 REPEATED = replace(SCARCE, total_blocks=160, network=NetworkSettings(repeats=0.3))
 """Messages come twice, the second time late, and there is room for several readers of one lease."""
@@ -328,18 +335,26 @@ def _holder(holder: type[WatchedHolder]) -> Parts:
 
 PLANTS: dict[str, Plant] = {
     "a sidecar that acks renewals early": Plant(Parts(sidecar=AcksRenewalsEarly), "d", 1, "1a"),
-    "a sidecar that acks pins early": Plant(Parts(sidecar=AcksPinsEarly), "ad", 8, "1a"),
-    "a failsafe that frees pinned blocks": Plant(_holder(FreesWithoutSidecar), "ad", 14, "1b"),
-    "a handshake that compares engine ids": Plant(Parts(transfers=KnowsEnginesByIdOnly), "a", 1, "1d"),
-    "a fence that counts from the reply": Plant(reader_of(FenceFromTheReply), "d", 1, "1e, 9"),
+    "a sidecar that acks pins early": Plant(
+        Parts(sidecar=AcksPinsEarly), "ad", 7, "1a", world=scarce("pause")
+    ),
+    "a failsafe that frees pinned blocks": Plant(
+        _holder(FreesWithoutSidecar), "ad", 33, "1b", world=scarce("restart_sidecar")
+    ),
+    "a handshake that compares engine ids": Plant(
+        Parts(transfers=KnowsEnginesByIdOnly), "a", 22, "1d", world=scarce("restart_under_the_same_id")
+    ),
+    "a fence that counts from the reply": Plant(reader_of(FenceFromTheReply), "d", 3, "1e, 9"),
     "a READ that counts whenever it ends": Plant(reader_of(IgnoresTheFence), "ad", 1, "1e"),
     "a fence without the skew of clocks": Plant(reader_of(FenceWithoutSkew), "d", 1, "1e"),
     "a late write without quarantine": Plant(reader_of(NoQuarantine), "a", 1, "2"),
     "an UNPIN of whichever reader": Plant(Parts(engine=holder_of(UnpinsWhomever)), "ad", 1, "4", REPEATED),
-    "a sleep that keeps leases": Plant(Parts(engine=SleepsOverLeases), "a", 1, "5"),
+    "a sleep that keeps leases": Plant(
+        Parts(engine=SleepsOverLeases), "a", 25, "5", world=scarce("sleep", clients=2)
+    ),
     "a supersede that is lost during a READ": Plant(Parts(engine=holder_of(HasNoDraining)), "c", 1, "8"),
     "a deadline that is lost during a READ": Plant(
-        Parts(engine=holder_of(ForgetsDeadlineOfRead)), "b", 1, "8"
+        Parts(engine=holder_of(ForgetsDeadlineOfRead)), "b", 12, "8", world=scarce("restart_router", "pause")
     ),
     "a registry that acks before the holder": Plant(Parts(registry=AcksHeartbeatsEarly), "d", 1, "9"),
     "a belief that counts from the ack": Plant(Parts(renewals=BelievesFromTheAck), "d", 1, "9"),
@@ -349,7 +364,9 @@ PLANTS: dict[str, Plant] = {
     "blocks that are given back twice": Plant(_holder(FreesTwice), "ab", 1, "19"),
     "a lease that never expires": Plant(Parts(engine=holder_of(NeverExpires)), "b", 1),
     "a renewal that keeps for longer": Plant(Parts(engine=holder_of(PromisesLonger)), "b", 1),
-    "digests that nobody compares": Plant(reader_of(VerifiesNothing), "a", 1),
+    "digests that nobody compares": Plant(
+        reader_of(VerifiesNothing), "a", 56, world=scarce("slow_down", edits=0.6)
+    ),
 }
 
 

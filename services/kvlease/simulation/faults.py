@@ -21,20 +21,24 @@ class Faults:
         self._world = world
         self._network = world.network
         self._random = Random(world.random.random())
-        self._kinds: dict[Fault, float] = {
-            self._part: 4,
-            self._pause: 4,
-            self._restart_sidecar: 2,
-            self._restart_engine: 1.5,
-            self._restart_both: 1,
-            self._restart_under_the_same_id: 1,
-            self._restart_registry: 1,
-            self._restart_router: 1,
-            self._stop_store: 1,
-            self._slow_down: 1,
-            self._end_session: 1,
-            self._reset: 1,
-            self._sleep: 1,
+        weights: dict[Fault, float] = {
+            self.part: 4,
+            self.pause: 4,
+            self.restart_sidecar: 2,
+            self.restart_engine: 1.5,
+            self.restart_both: 1,
+            self.restart_under_the_same_id: 1,
+            self.restart_registry: 1,
+            self.restart_router: 1,
+            self.stop_store: 1,
+            self.slow_down: 1,
+            self.end_session: 1,
+            self.reset: 1,
+            self.sleep: 1,
+        }
+        only = world.settings.fault_kinds
+        self._kinds = {
+            fault: weight for fault, weight in weights.items() if not only or fault.__name__ in only
         }
 
     async def run(self, until_s: float) -> None:
@@ -55,20 +59,23 @@ class Faults:
 
     # --- the network and pauses ---------------------------------------------------------------------------
 
-    async def _part(self) -> None:
+    async def part(self) -> None:
+        """Messages one way are lost."""
         source, target = self._random.sample(self._names(), 2)
         self._network.block(source, target)
         await self._wait(0.5, 8.0)
         self._network.unblock(source, target)
 
-    async def _pause(self) -> None:
+    async def pause(self) -> None:
+        """A process is stopped, and goes on."""
         process = self._network.processes.get(self._random.choice(self._names()))
         if process is not None:
             process.stop()
             await self._wait(0.2, 7.0)
             process.resume()
 
-    async def _slow_down(self) -> None:
+    async def slow_down(self) -> None:
+        """All messages of one process are slow."""
         name = self._random.choice([STORE, *self._names()])
         self._network.slowed.add(name)
         await self._wait(1.0, 6.0)
@@ -76,24 +83,27 @@ class Faults:
 
     # --- deaths -------------------------------------------------------------------------------------------
 
-    async def _restart_sidecar(self) -> None:
+    async def restart_sidecar(self) -> None:
+        """A sidecar dies; another starts at its address."""
         name = self._random.choice(self._world.engines)
         if sidecar_of(name) in self._network.processes:
             self._network.kill(sidecar_of(name))
             await self._wait(0.2, 8.0)
             self._world.start_sidecar(name)
 
-    async def _restart_engine(self) -> None:
+    async def restart_engine(self) -> None:
+        """An engine dies; another starts at its address."""
         name = self._random.choice(self._world.engines)
         if name in self._network.processes:
             self._network.kill(name)
             await self._wait(0.5, 5.0)
             self._world.start_engine(name)
 
-    async def _restart_both(self) -> None:
-        await asyncio.gather(self._restart_engine(), self._restart_sidecar())
+    async def restart_both(self) -> None:
+        """An engine and a sidecar die; others start at their addresses."""
+        await asyncio.gather(self.restart_engine(), self.restart_sidecar())
 
-    async def _restart_under_the_same_id(self) -> None:
+    async def restart_under_the_same_id(self) -> None:
         """An engine id that was configured comes back under another boot id; its operator corrects it later."""
         name = self._random.choice(self._world.engines)
         engine = self._running(name)
@@ -107,14 +117,16 @@ class Faults:
             self._network.kill(name)
             self._world.start_engine(name)
 
-    async def _restart_registry(self) -> None:
+    async def restart_registry(self) -> None:
+        """A registry dies; another starts at its address."""
         name = self._random.choice(self._world.registries)
         if name in self._network.processes:
             self._network.kill(name)
             await self._wait(0.0, 6.0)
             self._world.start_registry(name)
 
-    async def _restart_router(self) -> None:
+    async def restart_router(self) -> None:
+        """A router dies; another starts with empty tables."""
         name = self._random.choice(self._world.routers)
         if name in self._network.processes:
             self._network.kill(name)
@@ -123,12 +135,13 @@ class Faults:
 
     # --- the store ----------------------------------------------------------------------------------------
 
-    async def _stop_store(self) -> None:
+    async def stop_store(self) -> None:
+        """The store stops, and goes on."""
         self._network.processes[STORE].stop()
         await self._wait(0.5, 10.0)
         self._network.processes[STORE].resume()
 
-    async def _end_session(self) -> None:
+    async def end_session(self) -> None:
         """The store takes back an engine's session under a healthy sidecar."""
         engine = self._running(self._random.choice(self._world.engines))
         if engine is not None:
@@ -137,12 +150,13 @@ class Faults:
 
     # --- engines ------------------------------------------------------------------------------------------
 
-    async def _reset(self) -> None:
+    async def reset(self) -> None:
+        """An engine is told to clear its prefix cache."""
         engine = self._running(self._random.choice(self._world.engines))
         if engine is not None:
             engine.reset_prefix_cache()
 
-    async def _sleep(self) -> None:
+    async def sleep(self) -> None:
         """An engine sleeps: refused while blocks are in use, else what they held is gone."""
         name = self._random.choice(self._world.engines)
         engine, process = self._running(name), self._network.processes.get(name)

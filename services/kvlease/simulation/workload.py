@@ -193,7 +193,7 @@ class Client:
                 messages.append({"role": "assistant", "content": reply})
                 if len(tokens_of_messages(messages)) > self._clients.tokens_max:
                     break
-                if random.random() < 0.1:
+                if random.random() < self._world.settings.edits:
                     messages[random.randrange(len(messages))]["content"] = self._text(2, 40)
                 await asyncio.sleep(random.choice([0.0, 0.3, 1.0, 3.0, 6.0]) * random.random())
 

@@ -73,6 +73,8 @@ class WorldSettings:
     Attributes:
         duration_s: virtual seconds during which clients talk and faults happen.
         fault_every_s: mean time between two faults.
+        fault_kinds: names of the faults that happen; empty: all of `Faults`.
+        edits: share of the turns before which the client changes the history.
         read_s: what a READ takes usually, and at worst.
     """
 
@@ -85,6 +87,8 @@ class WorldSettings:
     registries: int = 2
     faults: bool = True
     fault_every_s: float = 0.7
+    fault_kinds: frozenset[str] = frozenset()
+    edits: float = 0.1
     total_blocks: int = 120
     read_s: tuple[float, float] = (0.5, 5.0)
     read_part_s: float = 3.0
