@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,12 +124,19 @@ class Stack:
 @pytest.fixture
 async def stack(fleet: Fleet) -> AsyncIterator[Stack]:
     assert fleet.registry_server is not None
+    async with serving_stack(fleet, fleet.registry_server.address) as stack:
+        yield stack
+
+
+@asynccontextmanager
+async def serving_stack(fleet: Fleet, registry: str) -> AsyncIterator[Stack]:
+    """A router that asks the registry at an address, and two engines."""
     prefill = await start_pair(fleet, "prefill-1", EngineRole.PREFILL)
     decode = await start_pair(fleet, "decode-1", EngineRole.DECODE)
     config = RouterConfig(
         listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",
-        registry=fleet.registry_server.address,
+        registry=registry,
         registry_call_s=5.0,
         stop_grace_s=0.1,
     )

@@ -31,6 +31,7 @@ from kvlease.v1 import (
 from stubs.earlier import EarlierPeer, earlier_files, earlier_pool, filled
 
 from .conftest import TENANT, Fleet, make_ask, make_grant
+from .test_router import LONG, MESSAGES, said, serving_stack
 
 MODULES = (connector_pb2, lease_pb2, registry_pb2, routing_pb2, sidecar_pb2, store_pb2)
 EARLIER = [
@@ -118,6 +119,18 @@ async def test_a_router_and_a_registry_of_which_either_is_the_version_before(fle
         client_of(peer.address) as registry,
     ):
         await use(registry)
+
+
+async def test_a_conversation_goes_on_over_a_registry_of_which_either_is_the_version_before(
+    fleet: Fleet,
+) -> None:
+    assert fleet.registry_server is not None
+    async with (
+        running(EarlierPeer(fleet.registry_server.address)) as peer,
+        serving_stack(fleet, peer.address) as stack,
+    ):
+        assert await stack.chat(MESSAGES) == "recompute; first_turn"
+        assert await stack.chat(said(LONG)) == "readback; long_suffix"
 
 
 async def test_a_connector_and_a_sidecar_of_which_either_is_the_version_before(
