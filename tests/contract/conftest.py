@@ -3,15 +3,11 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvlease.core.records import EngineRole
-from kvlease.router.server import RouterServer
-from kvlease.runtime.clock import LoopClock
 from stubs.engines import StubEngine
-from stubs.registry import StubRegistry
-from stubs.router import Stack, router_config
+from stubs.router import Stack, running_stack
 
 
 @pytest.fixture
@@ -22,15 +18,8 @@ def router_settings() -> dict[str, Any]:
 
 @pytest.fixture
 async def stack(router_settings: dict[str, Any]) -> AsyncIterator[Stack]:
-    registry = StubRegistry()
-    router = RouterServer(router_config(**router_settings), LoopClock(), registry)
-    await router.start()
-    async with aiohttp.ClientSession() as session:
-        built = Stack(registry, router, session)
+    async with running_stack(**router_settings) as built:
         yield built
-        for engine in built.engines:
-            await engine.stop()
-        await router.stop()
 
 
 @pytest.fixture

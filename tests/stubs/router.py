@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 from kvlease.core.turn import TurnParams
 from kvlease.router.config import RouterConfig
 from kvlease.router.server import RouterServer
+from kvlease.runtime.clock import LoopClock
 from stubs.engines import MODEL, Received, StubEngine
 from stubs.registry import StubRegistry
 
@@ -97,3 +99,19 @@ def said(messages: list[dict[str, Any]], reply: str, text: str) -> list[dict[str
 
 def orders(received: Received) -> TurnParams:
     return TurnParams.from_json(received.orders)
+
+
+@asynccontextmanager
+async def running_stack(**settings: Any) -> AsyncGenerator[Stack, None]:
+    """A router without engines, stopped with what was added to it."""
+    registry = StubRegistry()
+    router = RouterServer(router_config(**settings), LoopClock(), registry)
+    await router.start()
+    async with aiohttp.ClientSession() as session:
+        built = Stack(registry, router, session)
+        try:
+            yield built
+        finally:
+            for engine in built.engines:
+                await engine.stop()
+            await router.stop()
