@@ -25,10 +25,10 @@ class Experiment:
 
     async def warm(self, running: Running) -> None:
         """Turns of every mode that nobody measures: handshakes, kernels for every length, rates for AUTO."""
-        shortest, longest = min(self._sweep.lengths), max(self._sweep.lengths)
+        shortest, longest = self._sweep.lengths[0], self._sweep.lengths[-1]
         for mode in running.fleets:
             for length in dict.fromkeys((WARM_LENGTH, shortest, longest)):
-                await self.run(running, Cell(mode, length, min(self._sweep.suffixes), 1, -1))
+                await self.run(running, Cell(mode, length, self._sweep.suffix_min, 1, -1))
         if Mode.AUTO in running.fleets:
             for number in range(2 * AUTO_SAMPLES):
                 # While thresholds decide, these suffixes are appended and read back in turn, at several lengths.

@@ -1,9 +1,10 @@
 """What the experiment measures: the sweep, and the figures of one turn. Pure."""
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 
 from kvlease.core.errors import InvalidArgument
 
@@ -40,6 +41,35 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Point:
+    """What a turn looks like, by whichever mode it is served; the fields are those of `Cell`."""
+
+    length: int
+    suffix: int
+    conversations: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.length, self.suffix, self.conversations) < 1:
+            raise InvalidArgument(f"{self}: lengths, suffixes and conversations must be above 0")
+
+    def __str__(self) -> str:
+        return f"{self.length}+{self.suffix}x{self.conversations}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        """LENGTH+SUFFIX or LENGTH+SUFFIXxCONVERSATIONS.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        lengths, _, conversations = text.partition("x")
+        length, plus, suffix = lengths.partition("+")
+        if not plus:
+            raise ValueError(f"{text!r} is not LENGTH+SUFFIX, as 8192+128, or LENGTH+SUFFIXxCONVERSATIONS")
+        return cls(int(length), int(suffix), int(conversations or 1))
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """Which cells there are.
 
@@ -49,24 +79,28 @@ class Sweep:
     """
 
     modes: tuple[Mode, ...]
-    lengths: tuple[int, ...]
-    suffixes: tuple[int, ...]
-    conversations: tuple[int, ...]
+    points: tuple[Point, ...]
     repeats: int
     output_tokens: int
     think_s: float
     seed: int
 
     def __post_init__(self) -> None:
-        for name in ("modes", "lengths", "suffixes", "conversations"):
-            values: Sequence[object] = getattr(self, name)
+        for name, values in (("modes", self.modes), ("points", self.points)):
             if not values or len(set(values)) != len(values):
-                raise InvalidArgument(f"{name}: at least one value, and each once")
-        for name in ("lengths", "suffixes", "conversations"):
-            if min(getattr(self, name)) < 1:
-                raise InvalidArgument(f"{name}: {min(getattr(self, name))} must be above 0")
+                raise InvalidArgument(f"{name}: at least one, and each once")
         if self.repeats < 1 or self.output_tokens < 1 or self.think_s < 0:
             raise InvalidArgument("repeats and output_tokens must be above 0, think_s not below 0")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of first prompts, from the shortest."""
+        return sorted({point.length for point in self.points})
+
+    @property
+    def suffix_min(self) -> int:
+        """The shortest suffix."""
+        return min(point.suffix for point in self.points)
 
     def cells(self, done: Collection[str] = ()) -> Iterator[Cell]:
         """The cells that are left. Modes alternate within a repeat, so that drift meets all of them alike.
@@ -74,19 +108,11 @@ class Sweep:
         Stock's come last: they need engines of their own.
         """
         for stock in (False, True):
-            for conversations in self.conversations:
-                for length in self.lengths:
-                    for suffix in self.suffixes:
-                        for repeat in range(self.repeats):
-                            for mode in self.modes:
-                                cell = Cell(mode, length, suffix, conversations, repeat)
-                                if (mode is Mode.STOCK) is stock and cell.name not in done:
-                                    yield cell
-
-    @property
-    def tokens_max(self) -> int:
-        """Longest prompt and reply together; what `--max-model-len` must allow."""
-        return max(self.lengths) + max(self.suffixes) + 2 * self.output_tokens + 16
+            modes = [mode for mode in self.modes if (mode is Mode.STOCK) is stock]
+            for point, repeat, mode in product(self.points, range(self.repeats), modes):
+                cell = Cell(mode, point.length, point.suffix, point.conversations, repeat)
+                if cell.name not in done:
+                    yield cell
 
 
 @dataclass(frozen=True, slots=True)
