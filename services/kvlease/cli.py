@@ -18,6 +18,10 @@ COMMANDS = {
     "engines": ("kvlease.operator.engines", "list the engines and their blocks"),
     "leases": ("kvlease.operator.leases", "list, get, watch or release leases"),
     "conversation": ("kvlease.operator.conversation", "show the turns of a conversation, and why each path"),
+    "explain": (
+        "kvlease.operator.explain",
+        "make a recorded decision again: what each path would cost, and why",
+    ),
     "drain": ("kvlease.operator.drain", "keep new turns away from an engine before it is stopped"),
     "top": ("kvlease.operator.top", "watch the fleet"),
     "doctor": ("kvlease.operator.doctor", "look for what is wrong or could be better in a fleet"),

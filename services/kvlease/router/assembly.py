@@ -1,6 +1,7 @@
 """Puts the parts of a router together; the server and the simulation run the same ones."""
 
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from kvlease.core.clock import Clock
@@ -9,6 +10,7 @@ from kvlease.router.admission import Admission
 from kvlease.router.background import Background
 from kvlease.router.config import RouterConfig
 from kvlease.router.conversations import ConversationTable
+from kvlease.router.decisions import DecisionLog
 from kvlease.router.engines import EngineTable
 from kvlease.router.health import EngineHealth
 from kvlease.router.heartbeat import Heartbeat
@@ -65,6 +67,9 @@ def make_services(
         limits=config.turn_limits(),
         tracing=tracing,
         admission=admission,
+        decisions=DecisionLog(
+            config.decisions_max, Path(config.decisions_file) if config.decisions_file else None
+        ),
         tenancy=tenants,
         responses=ResponseStore(config.responses_max, config.responses_bytes_max),
     )

@@ -69,6 +69,8 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         0.1,
         "what a second that a running stream waits for an append counts for, beside one to the first token",
     )
+    decisions_max: int = setting(1000, "decisions kept in memory for `kvlease explain`")
+    decisions_file: str = setting("", "file to which each decision is added as a line of JSON; empty: none")
     prefill_inflight_max: int = setting(
         0, "requests that this router keeps in flight at one prefill engine; 0: any number"
     )
@@ -203,6 +205,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "decode_running_max",
             "reads_max",
             "queue_max",
+            "decisions_max",
             "queue_wait_s",
             "prefill_timeout_s",
             "keys_poll_s",

@@ -34,11 +34,20 @@ class ConversationApi:
             web.get(conversation, self._read),
             web.post(conversation + "/renew", self._renew),
             web.post(conversation + "/release", self._release),
+            web.get("/v1/kvlease/decisions/{turn_id}", self._decision),
             web.delete("/v1/kvlease/tenants/{tenant}/leases", self._release_tenant),
         ]
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         return json_answer(conversation_json(self._find(request), self._services.conversations))
+
+    async def _decision(self, request: web.Request) -> web.StreamResponse:
+        """What a turn's plan was made of; `kvlease explain` reads it."""
+        turn_id = request.match_info["turn_id"]
+        decision = self._services.decisions.find(self._tenant_of(request), turn_id)
+        if decision is None:
+            raise Refused(404, "no decision of such a turn is kept here", "decision_not_found")
+        return json_answer(decision.to_json())
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
         """The client keeps its conversation for `duration_s` seconds more, for as long as may be without it."""

@@ -78,6 +78,7 @@ class TurnRunner:
         services = self._services
         signals = self._signals(request, opened)
         planned = plan(signals)
+        services.decisions.note(request.tenant, head.request_id, signals, planned)
         if planned is None:
             return None
         record = TurnRecord(head.request_id, planned.path, planned.reason)

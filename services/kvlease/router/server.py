@@ -103,6 +103,7 @@ class RouterServer:
             )
             self._reloader = Reloader(self._config, services.limits, tenancy)
             self._exit.push_async_callback(services.background.close)
+            self._exit.callback(services.decisions.close)
             self._start_tasks([*lasting_tasks(services), self._reloader.watch_keys()])
             await self._start_grpc(services)
             await self._start_http(services)

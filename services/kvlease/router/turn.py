@@ -18,6 +18,7 @@ from kvlease.router.background import Background
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.conversations import ConversationTable
+from kvlease.router.decisions import DecisionLog
 from kvlease.router.dialect import Api, ReplyReader
 from kvlease.router.engines import EngineTable
 from kvlease.router.errors import error_body, error_event, refusal_body
@@ -159,6 +160,7 @@ class TurnServices:
     limits: TurnLimits
     health: EngineHealth
     admission: Admission
+    decisions: DecisionLog
     tracing: TurnTracing = NO_TRACING
     tenancy: Tenancy = field(default_factory=TenancyByCredential)
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(10_000, 256 << 20))

@@ -1,0 +1,153 @@
+"""A turn's decision as it was recorded: what the plan was made of, and the plan. It can be made again anywhere.
+
+Holds counts, rates and ids of engines; nothing of what was said.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from kvlease.core.errors import InvalidArgument
+from kvlease.core.planning import (
+    EngineSignal,
+    LeaseSignal,
+    Plan,
+    PlanLimits,
+    PlanReason,
+    Price,
+    ReadRates,
+    TurnPath,
+    TurnSignals,
+    plan,
+)
+from kvlease.core.rates import Line
+from kvlease.core.records import EngineRole
+
+DECISION_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision.
+
+    Attributes:
+        turn_id: the id of the turn's request.
+        plan: None when no engine could decode.
+    """
+
+    turn_id: str
+    signals: TurnSignals
+    plan: Plan | None
+
+    def again(self) -> Plan | None:
+        """The plan that this version makes of the same signals."""
+        return plan(self.signals)
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as a JSON object."""
+        signals = self.signals
+        body: dict[str, Any] = {
+            "version": DECISION_VERSION,
+            "turn_id": self.turn_id,
+            "lease": signals.lease.value if isinstance(signals.lease, PlanReason) else asdict(signals.lease),
+            "engines": [_engine_to_json(engine) for engine in signals.engines],
+            "limits": asdict(signals.limits),
+            "preferred_engine_id": signals.preferred_engine_id,
+            "batch": signals.batch,
+            "keep": signals.keep,
+            "prompt_tokens": signals.prompt_tokens,
+            "last_path": signals.last_path.value if signals.last_path else None,
+            "readback": _line_to_json(signals.rates.readback),
+            "handover": _line_to_json(signals.rates.handover),
+            "pairs": [
+                {"source_id": source, "sink_id": sink, "line": _line_to_json(line)}
+                for (source, sink), line in signals.rates.pairs.items()
+            ],
+        }
+        body["plan"] = None if self.plan is None else plan_to_json(self.plan)
+        return body
+
+    @staticmethod
+    def from_json(value: object) -> "Decision":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            InvalidArgument: it is no decision, or of another version.
+        """
+        if not isinstance(value, Mapping):
+            raise InvalidArgument("a decision is a JSON object")
+        body = cast("Mapping[str, Any]", value)
+        if body.get("version") != DECISION_VERSION:
+            raise InvalidArgument(f"the decision has another version than {DECISION_VERSION}")
+        try:
+            return Decision(str(body["turn_id"]), _signals_of(body), _plan_of(body["plan"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"the decision lacks or distorts {error}") from error
+
+
+def decided(turn_id: str, signals: TurnSignals, made: Plan | None) -> Decision:
+    """The record of a decision: of the rates of pairs, those that can have mattered, as they are at this moment."""
+    known = signals.rates.pairs
+    lease, sink_id = signals.lease, made.decode_engine_id if made else ""
+    source_id = lease.engine_id if isinstance(lease, LeaseSignal) else ""
+    ids = [engine.engine_id for engine in signals.engines]
+    pairs = {pair for one in ids for pair in ((source_id, one), (one, sink_id)) if pair in known}
+    rates = replace(signals.rates, pairs={pair: known[pair] for pair in sorted(pairs)})
+    return Decision(turn_id, replace(signals, rates=rates), made)
+
+
+def plan_to_json(made: Plan) -> dict[str, Any]:
+    """A plan as a JSON object."""
+    return {
+        "path": made.path.value,
+        "reason": made.reason.value,
+        "decode_engine_id": made.decode_engine_id,
+        "prefill_engine_id": made.prefill_engine_id,
+        "keep": made.keep,
+        "prices": [{**asdict(price), "path": price.path.value} for price in made.prices],
+    }
+
+
+def _signals_of(body: Mapping[str, Any]) -> TurnSignals:
+    lease, last_path = body["lease"], body["last_path"]
+    pairs = {
+        (pair["source_id"], pair["sink_id"]): line
+        for pair in body["pairs"]
+        if (line := _line_of(pair["line"])) is not None
+    }
+    return TurnSignals(
+        lease=PlanReason(lease) if isinstance(lease, str) else LeaseSignal(**lease),
+        engines=tuple(_engine_of(engine) for engine in body["engines"]),
+        limits=PlanLimits(**body["limits"]),
+        preferred_engine_id=body["preferred_engine_id"],
+        batch=body["batch"],
+        keep=body["keep"],
+        prompt_tokens=body["prompt_tokens"],
+        last_path=TurnPath(last_path) if last_path else None,
+        rates=ReadRates(_line_of(body["readback"]), _line_of(body["handover"]), pairs),
+    )
+
+
+def _plan_of(body: Mapping[str, Any] | None) -> Plan | None:
+    if body is None:
+        return None
+    prices = tuple(Price(**{**price, "path": TurnPath(price["path"])}) for price in body["prices"])
+    read = {**body, "path": TurnPath(body["path"]), "reason": PlanReason(body["reason"]), "prices": prices}
+    return Plan(**read)
+
+
+def _engine_to_json(engine: EngineSignal) -> dict[str, Any]:
+    return {**asdict(engine), "role": engine.role.value}
+
+
+def _engine_of(body: Mapping[str, Any]) -> EngineSignal:
+    read = {**body, "role": EngineRole(body["role"]), "prefill": _line_of(body["prefill"])}
+    return EngineSignal(**read)
+
+
+def _line_to_json(line: Line | None) -> dict[str, Any] | None:
+    return None if line is None else asdict(line)
+
+
+def _line_of(body: Mapping[str, Any] | None) -> Line | None:
+    return None if body is None else Line(**body)

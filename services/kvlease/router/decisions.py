@@ -1,0 +1,58 @@
+"""The latest decisions of a router, in memory and, where an operator wants it, in a file."""
+
+import json
+import logging
+from collections import OrderedDict
+from pathlib import Path
+from typing import TextIO
+
+from kvlease.core.decisions import Decision, decided
+from kvlease.core.planning import Plan, TurnSignals
+
+log = logging.getLogger(__name__)
+
+
+class DecisionLog:
+    """Keeps the latest decisions by the id of their turn.
+
+    Args:
+        kept_max: decisions in memory; the oldest leaves first.
+        file: a line of JSON per decision goes there, too; None: nowhere. When it cannot be written, that is
+            logged once and nothing more is written.
+    """
+
+    def __init__(self, kept_max: int, file: Path | None = None) -> None:
+        self._kept_max = kept_max
+        self._decisions: OrderedDict[str, tuple[str, Decision]] = OrderedDict()
+        self._path = file
+        self._file: TextIO | None = None
+
+    def note(self, tenant: str, turn_id: str, signals: TurnSignals, made: Plan | None) -> None:
+        """A plan was made."""
+        decision = decided(turn_id, signals, made)
+        self._decisions[turn_id] = tenant, decision
+        self._decisions.move_to_end(turn_id)
+        if len(self._decisions) > self._kept_max:
+            self._decisions.popitem(last=False)
+        if self._path is not None:
+            self._write(self._path, decision)
+
+    def find(self, tenant: str, turn_id: str) -> Decision | None:
+        """The decision of a tenant's turn; None when it is not kept."""
+        owner, decision = self._decisions.get(turn_id, ("", None))
+        return decision if owner == tenant else None
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, path: Path, decision: Decision) -> None:
+        try:
+            if self._file is None:
+                self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._file.write(json.dumps(decision.to_json(), separators=(",", ":")) + "\n")
+        except OSError as error:
+            log.warning("decisions are not written", extra={"file": str(path), "reason": str(error)})
+            self._path = None
