@@ -14,6 +14,7 @@ import aiohttp
 import grpc
 import grpc.aio
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvlease.core.errors import HolderUnreachable, InvalidArgument, NotAllowed
@@ -22,6 +23,8 @@ from kvlease.dev.engine_process import free_ports
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.server import RegistryServer
 from kvlease.router.config import RouterConfig
+from kvlease.router.engine_client import HttpEngines
+from kvlease.router.ports import LegError
 from kvlease.router.server import RouterServer
 from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.grpc_client import Channels
@@ -307,6 +310,34 @@ async def test_an_engine_that_asks_for_certificates_answers_nobody_without(fleet
         known = Tls(fleet.certificates(Identity.ROUTER)).client_context()
         async with session.get(url, ssl=known) as response:
             assert response.status == 200
+
+
+async def test_a_router_sends_no_request_to_an_engine_that_another_authority_signed(
+    fleet: SecureFleet,
+) -> None:
+    stranger = Tls(str(Authority().issue(fleet.directory / "stranger")))
+    received: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        received.append(request.path)
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    fleet.stack.push_async_callback(runner.cleanup)
+    context = stranger.server_context(clients_have_certificates=False)
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}/health"
+    async with HttpEngines(Tls(fleet.certificates(Identity.ROUTER))) as engines:
+        with pytest.raises(LegError) as refusal:
+            async with engines.call("GET", url, {}, None, DEADLINE_S):
+                pass
+    assert not refusal.value.sent
+    async with HttpEngines(stranger) as engines, engines.call("GET", url, {}, None, DEADLINE_S) as reply:
+        assert reply.status == 200
+    assert received == ["/health"]
 
 
 def test_files_that_do_not_fit_together_are_left_aside_and_the_ones_before_stay(tmp_path: Path) -> None:
