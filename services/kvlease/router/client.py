@@ -30,3 +30,19 @@ class HttpClient:
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Keeps a whole answer for the server to send."""
         self.response = web.Response(status=status, headers=headers, body=body)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body, which is nobody's but the caller's: aiohttp's own `read` keeps it with the connection.
+
+    Raises:
+        web.HTTPRequestEntityTooLarge: it is longer than the application takes.
+    """
+    parts: list[bytes] = []
+    size, size_max = 0, request.client_max_size
+    async for part in request.content.iter_any():
+        size += len(part)
+        if size > size_max:
+            raise web.HTTPRequestEntityTooLarge(max_size=size_max, actual_size=size)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -9,7 +9,7 @@ from aiohttp import web
 from kvlease.core.records import EngineRole
 from kvlease.router.answers import Answers, Handler, Refused, error_answer, json_answer, request_id_of
 from kvlease.router.bodies import Reading, TurnRequest, parse_turn
-from kvlease.router.client import HttpClient
+from kvlease.router.client import HttpClient, read_body
 from kvlease.router.conversation_api import ConversationApi
 from kvlease.router.dialect import Api, text_of
 from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers
@@ -89,7 +89,7 @@ class Front:
     def _turn(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             tenant = self._tenant(request)
-            raw = await request.read()
+            raw = await read_body(request)
             from_header = header_id(request.headers, self._options.session_headers)
             turn = parse_turn(api, raw, tenant, from_header, self._reading)
             head = RequestHead(request_id_of(), self._engine_headers(request), api)

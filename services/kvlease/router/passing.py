@@ -14,7 +14,7 @@ from kvlease.core.planning import EngineSignal
 from kvlease.core.records import Engine
 from kvlease.router.answers import Refused
 from kvlease.router.bodies import make_neutral, parse_object
-from kvlease.router.client import HttpClient
+from kvlease.router.client import HttpClient, read_body
 from kvlease.router.dialect import encode, text_of
 from kvlease.router.engines import EngineTable
 from kvlease.router.headers import answer_headers
@@ -145,7 +145,7 @@ async def passed_request(
     Raises:
         InvalidArgument: its body is neither JSON nor a form, or a form that names what is the router's.
     """
-    raw = await request.read()
+    raw = await read_body(request)
     query = f"?{request.query_string}" if request.query_string else ""
     if not raw:
         return PassedRequest(request.method, path + query, headers, None, "")
