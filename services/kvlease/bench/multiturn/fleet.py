@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -25,14 +26,15 @@ AUTO_SAMPLES = 6
 """Measurements of each rate before AUTO plans by them; the warm-up takes as many of each path."""
 REQUEST_TIMEOUT_S = 600.0
 
-SHAPES = {
-    "qwen3-32b": {
+
+def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
@@ -45,8 +47,10 @@ SHAPES = {
         "attention_bias": False,
         "eos_token_id": 151645,
         "bos_token_id": 151643,
-    },
-}
+    }
+
+
+SHAPES = {"qwen3-8b": _qwen3(4096, 12288, 36, 32), "qwen3-32b": _qwen3(5120, 25600, 64, 64)}
 """Shapes of published models (their config.json): with dummy weights, arithmetic and memory traffic are the
 model's own, and its text means nothing."""
 
@@ -58,6 +62,7 @@ class EngineChoice:
     Attributes:
         arguments: of `vllm serve`, for both engines, after those of `kvlease dev`.
         prefill_arguments: the same for the prefill engine alone.
+        gpus: index of the GPU of the prefill and of the decode engine.
     """
 
     device: Device
@@ -65,6 +70,7 @@ class EngineChoice:
     model: Path
     arguments: tuple[str, ...]
     prefill_arguments: tuple[str, ...]
+    gpus: tuple[int, ...] = (0, 1)
 
     @property
     def vocabulary(self) -> int:
@@ -85,7 +91,7 @@ class EngineChoice:
             connector=connector,
             socket_dir=seat.socket_dir,
             device=self.device,
-            gpu=seat.number,
+            gpu=self.gpus[seat.number],
             served_model_name=SERVED_MODEL,
             extra_arguments=(*self.arguments, *own),
         )

@@ -275,8 +275,15 @@ def _choice(arguments: Namespace) -> EngineChoice:
     cuda = arguments.device is Device.CUDA
     python = arguments.engine_python if cuda else ensure_engine_environment(Progress(1).say)
     own = tuple(arguments.engine_arguments)
+    if len(arguments.gpus) != 2:
+        raise InvalidArgument(f"gpus: {len(arguments.gpus)} given, but there are two engines")
     return EngineChoice(
-        arguments.device, python, model, (*shape_arguments, *own), tuple(arguments.prefill_arguments)
+        arguments.device,
+        python,
+        model,
+        (*shape_arguments, *own),
+        tuple(arguments.prefill_arguments),
+        arguments.gpus,
     )
 
 
