@@ -12,7 +12,7 @@ from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, LeaseKind, LeaseState, MissReason
 from kvlease.core.records import KvLayout, Pinned
 from kvlease.testing.clock import ManualClock
-from kvlease_vllm.holder import BlockHolder
+from kvlease_vllm.holder import BlockHolder, EvictionCause
 
 ME = Holder("engine", "boot", 1)
 LAYOUT = KvLayout(4, "float32", 1, 1, 64, "layout")
@@ -264,6 +264,21 @@ def test_no_more_is_evicted_than_is_needed(bench: Bench) -> None:
     assert bench.holder.evictions == 1
     assert not bench.holder.make_free(bench.pool.get_num_free_blocks())
     assert bench.holder.evictions == 1
+
+
+def test_evictions_are_counted_by_cause() -> None:
+    tight = Bench(budget=2)
+    tight.grant(1, 3, 4)
+    tight.grant(2, 5, 6)
+    capped = Bench(limits=HoldLimits(reading_blocks_max=8, tenant_leases_max=1))
+    capped.grant(1, 3)
+    capped.grant(2, 4)
+    pressed = Bench()
+    pressed.grant(1, 3)
+    pressed.holder.make_free(pressed.pool.get_num_free_blocks() + 1)
+    causes = [dict(bench.holder.evictions_by_cause) for bench in (tight, capped, pressed)]
+    one_of = [EvictionCause.BUDGET, EvictionCause.TENANT, EvictionCause.PRESSURE]
+    assert causes == [{cause: int(cause is wanted) for cause in EvictionCause} for wanted in one_of]
 
 
 def test_resetting_the_pool_loses_every_hold_first(bench: Bench) -> None:
