@@ -153,7 +153,8 @@ class StubEngine:
             return message_stream(self.reply, self.counts())
         events = [delta(text) for text in self.reply]
         events.append(event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
-        if (received.body.get("stream_options") or {}).get("include_usage"):
+        options = received.body.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
             events.append(event({"choices": [], "usage": self.usage()}))
         return b"".join([*events, b"data: [DONE]\n\n"])
 

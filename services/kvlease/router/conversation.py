@@ -40,6 +40,7 @@ class TurnRecord:
         verified_tokens: tokens of the lease that belong to the prompt, as the reader verified.
         outcome: what the reader says of its READ; empty without one.
         ended: `well`, `badly` or `aborted`; empty while the turn runs.
+        nonce: the prompt began with what changes in every request.
         prefill_retries: tries of the prefill leg after the first one; `decode_retries` likewise.
     """
 
@@ -58,6 +59,7 @@ class TurnRecord:
     prefill_engine_id: str = ""
     decode_engine_id: str = ""
     ended: str = ""
+    nonce: bool = False
     prefill_retries: int = 0
     decode_retries: int = 0
 

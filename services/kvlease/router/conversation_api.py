@@ -116,6 +116,7 @@ def _turn_json(record: TurnRecord) -> dict[str, Any]:
         "path": record.path.value,
         "reason": record.reason.value,
         "ended": record.ended,
+        "prompt_nonce": record.nonce,
         "lease_id": lease_id_to_hex(record.lease_id) if record.lease_id else None,
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,

@@ -51,6 +51,7 @@ class TurnMetrics:
         self._tenant_prompt = metrics.counter(catalogue.TENANT_PROMPT_TOKENS)
         self._tenant_reused = metrics.counter(catalogue.TENANT_REUSED_TOKENS)
         self._retries = metrics.counter(catalogue.RETRIES)
+        self._nonces = metrics.counter(catalogue.PROMPT_NONCES)
         self._refused = metrics.counter(catalogue.REFUSED_TURNS)
         self._legs = CallTimer(metrics, catalogue.LEG_SECONDS, clock.now_s)
 
@@ -66,6 +67,8 @@ class TurnMetrics:
         self._tenant_reused.labels(label).inc(record.reused_tokens)
         self._retries.labels("prefill").inc(record.prefill_retries)
         self._retries.labels("decode").inc(record.decode_retries)
+        if record.nonce:
+            self._nonces.inc()
         if record.ttft_s is not None:
             self._ttft.labels(path).observe(record.ttft_s)
 

@@ -81,7 +81,7 @@ class TurnRunner:
         services.decisions.note(request.tenant, head.request_id, signals, planned)
         if planned is None:
             return None
-        record = TurnRecord(head.request_id, planned.path, planned.reason)
+        record = TurnRecord(head.request_id, planned.path, planned.reason, nonce=request.nonce)
         return Turn(request, head, client, opened, planned, record, services.clock.now_s(), signals=signals)
 
     def _signals(self, request: TurnRequest, opened: OpenTurn) -> TurnSignals:

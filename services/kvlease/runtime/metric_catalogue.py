@@ -169,6 +169,12 @@ TENANT_REUSED_TOKENS = _counter(
     ("tenant",),
     "router",
 )
+PROMPT_NONCES = _counter(
+    "kvlease_prompt_nonces",
+    "Turns whose prompt began with what changes in every request, so that nothing could be reused",
+    (),
+    "router",
+)
 RETRIES = _counter("kvlease_leg_retries", "Tries of a leg after the first of its turn", ("leg",), "router")
 REFUSED_TURNS = _counter(
     "kvlease_refused_turns", "Turns that were not let in, by the code of their answer", ("code",), "router"
