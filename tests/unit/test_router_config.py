@@ -31,3 +31,13 @@ def test_values_that_do_not_fit_are_refused(changes: dict[str, object], values: 
     with pytest.raises(ConfigError) as refused:
         replace(RouterConfig(), **changes).validate()
     assert all(value in str(refused.value) for value in values)
+
+
+def test_registries_are_listed_with_commas() -> None:
+    assert RouterConfig(registry="a:1, [::1]:2,").registries() == ("a:1", "[::1]:2")
+
+
+@pytest.mark.parametrize("listed", ["", " , ", "a:1,b"])
+def test_a_list_of_registries_that_names_none_or_no_port_is_refused(listed: str) -> None:
+    with pytest.raises(ConfigError, match="registry"):
+        RouterConfig(registry=listed).validate()
