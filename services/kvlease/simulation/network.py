@@ -159,6 +159,8 @@ class SimNetwork:
         serve: Callable[[], Awaitable[Answer]],
         answer: "asyncio.Future[Answer]",
     ) -> None:
+        if self.closed:
+            return
         process = self.processes.get(target)
         if process is None:
             self._answer(caller, target, answer, HolderUnreachable(f"{target} is down"))

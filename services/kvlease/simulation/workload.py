@@ -14,9 +14,6 @@ from kvlease.sim.model import Sample, SimModel, tokens_of_messages
 from kvlease.simulation.loop import Process
 from kvlease.simulation.world import MODEL, World
 
-BRANCHES = 0.2
-"""Share of the turns beside which another one reads the same lease."""
-
 PATIENCE_S = 30.0
 """After this a client leaves: longer than any turn takes while its router runs."""
 
@@ -201,7 +198,7 @@ class Client:
         self, messages: Sequence[dict[str, Any]], branch: Sequence[dict[str, Any]], conversation_id: str
     ) -> str | None:
         """The next turn; at times another one that goes on from the same turn runs beside it."""
-        if self._random.random() > BRANCHES:
+        if self._random.random() > self._world.settings.branches:
             return await self._turn(messages, conversation_id)
         said = await asyncio.gather(
             self._turn(messages, conversation_id), self._turn(branch, conversation_id)

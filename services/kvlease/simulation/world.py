@@ -75,6 +75,7 @@ class WorldSettings:
         fault_every_s: mean time between two faults.
         fault_kinds: names of the faults that happen; empty: all of `Faults`.
         edits: share of the turns before which the client changes the history.
+        branches: share of the turns beside which another one goes on from the same turn.
         read_s: what a READ takes usually, and at worst.
     """
 
@@ -89,6 +90,7 @@ class WorldSettings:
     fault_every_s: float = 0.7
     fault_kinds: frozenset[str] = frozenset()
     edits: float = 0.1
+    branches: float = 0.2
     total_blocks: int = 120
     read_s: tuple[float, float] = (0.5, 5.0)
     read_part_s: float = 3.0
