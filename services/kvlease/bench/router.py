@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -235,7 +235,7 @@ def _bodies(prompt_kb: int, *, stream: bool) -> Callable[[int], bytes]:
 
 
 @asynccontextmanager
-async def _fakes(directory: Path) -> AsyncIterator[FakeFleet]:
+async def _fakes(directory: Path) -> AsyncGenerator[FakeFleet]:
     with (directory / "fakes.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvlease.bench.router_fakes", stdout=asyncio.subprocess.PIPE, stderr=log

@@ -89,7 +89,12 @@ def _stream() -> list[bytes]:
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
-    usage = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "choices": [], "usage": _usage()}
+    usage: dict[str, object] = {
+        "id": "chatcmpl-0",
+        "object": "chat.completion.chunk",
+        "choices": [],
+        "usage": _usage(),
+    }
     return [
         head + piece({"role": "assistant", "content": ""}),
         *(piece({"content": "word "}) for _ in range(EVENTS_A_STREAM)),

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,7 @@ def command(name: str, port: int, fleet: FakeFleet) -> list[str]:
 
 
 @asynccontextmanager
-async def started(name: str, fleet: FakeFleet, log: Path) -> AsyncIterator[Subject]:
+async def started(name: str, fleet: FakeFleet, log: Path) -> AsyncGenerator[Subject]:
     """A router that answers requests; ended with the context.
 
     Raises:

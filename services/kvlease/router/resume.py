@@ -8,7 +8,7 @@ anew, and text that an engine took apart (tool calls, reasoning) can not be take
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from kvlease.core.conversation import Transcript
 from kvlease.router.dialect import Api, Dialect, ReplyReader, count_of, mapping, objects, without
@@ -145,9 +145,8 @@ class ContinuedDialect(RememberingDialect):
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """A chunk as the first engine would have written it."""
         changed = {**chunk, **self._memory.head}
-        usage = chunk.get("usage")
-        if isinstance(usage, dict):
-            changed["usage"] = self._whole_usage(mapping(usage))
+        if usage := mapping(chunk.get("usage")):
+            changed["usage"] = self._whole_usage(usage)
         if self._memory.chat and "error" not in chunk:
             changed["object"] = "chat.completion.chunk"
             changed["choices"] = [_as_delta(choice) for choice in objects(chunk.get("choices"))]
@@ -164,10 +163,9 @@ class ContinuedDialect(RememberingDialect):
             "prompt_tokens": counted.prompt_tokens,
             "completion_tokens": counted.completion_tokens,
         }
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            cached = min(count_of(mapping(details).get("cached_tokens")), counted.prompt_tokens)
-            whole["prompt_tokens_details"] = {**mapping(details), "cached_tokens": cached}
+        if details := mapping(usage.get("prompt_tokens_details")):
+            cached = min(count_of(details.get("cached_tokens")), counted.prompt_tokens)
+            whole["prompt_tokens_details"] = {**details, "cached_tokens": cached}
         return whole
 
 
@@ -196,4 +194,5 @@ def _without_tokens(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_ids(value: object) -> list[int]:
-    return [one for one in value if type(one) is int] if isinstance(value, list) else []
+    listed = cast("list[object]", value) if isinstance(value, list) else []
+    return [one for one in listed if isinstance(one, int)]
