@@ -6,6 +6,7 @@ from typing import Any
 
 from kvlease.core.clock import Clock
 from kvlease.core.renewal import RenewalTable
+from kvlease.core.reuse_rules import ReuseRules
 from kvlease.router.admission import Admission
 from kvlease.router.background import Background
 from kvlease.router.config import RouterConfig
@@ -35,6 +36,7 @@ def make_services(
     renewals: RenewalTable | None = None,
     tenancy: Tenancy | None = None,
     metrics: Metrics | None = None,
+    reuse: ReuseRules | None = None,
 ) -> TurnServices:
     """A router's parts over its ports, with empty tables. `renewals` stands in for an empty table of its own.
 
@@ -67,6 +69,7 @@ def make_services(
         limits=config.turn_limits(),
         tracing=tracing,
         admission=admission,
+        reuse=ReuseRules(config.reuse) if reuse is None else reuse,
         decisions=DecisionLog(
             config.decisions_max, Path(config.decisions_file) if config.decisions_file else None
         ),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import PlanLimits
 from kvlease.core.renewal import RenewalPolicy
+from kvlease.core.reuse_rules import ReuseMode
 from kvlease.router.admission import AdmissionLimits
 from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
 from kvlease.router.health import HealthLimits
@@ -135,11 +136,18 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         "origins of browsers that may read answers, with commas; *: all, as at an engine: no cookie ever "
         "authorises a request; empty: none",
     )
+    reuse: ReuseMode = setting(
+        ReuseMode.ON, "off: nothing is kept or read; verify-only: turns are kept, but computed anew; or on"
+    )
+    reuse_file: str = setting(
+        "",
+        "TOML file of [[rule]] tables with model, tenant (both may be left out) and reuse; the first counts",
+    )
     isolate_tenants: bool = setting(True, "salt the engines' own prefix caches with the tenant")
     keys_file: str = setting(
         "", "TOML file of tenants and the hashes of their keys; empty: every key is a tenant of its own"
     )
-    keys_poll_s: float = setting(2.0, "how often the keys file is looked at for changes")
+    keys_poll_s: float = setting(2.0, "how often keys_file and reuse_file are looked at for changes")
     tenant_header: str = setting("", "header in which a trusted gateway names the tenant; empty: none does")
     tenant_header_networks: str = setting(
         "127.0.0.0/8,::1/128", "networks that the gateway is in, with commas; anybody else is refused"

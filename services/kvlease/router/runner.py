@@ -4,8 +4,9 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from kvlease.core.planning import TurnSignals, plan
+from kvlease.core.planning import PlanReason, TurnSignals, plan
 from kvlease.core.records import EngineRole
+from kvlease.core.reuse_rules import ReuseMode
 from kvlease.router.admission import Overloaded
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
@@ -96,12 +97,17 @@ class TurnRunner:
                 for e in engines
             )
         layout_hash = next((e.layout_hash for e in engines if e.role is EngineRole.DECODE), "")
+        lease = services.conversations.lease_signal(opened)
+        mode = services.reuse.mode(request.model, request.tenant)
+        if mode is not ReuseMode.ON:
+            lease = PlanReason.REUSE_OFF if mode is ReuseMode.OFF else PlanReason.VERIFY_ONLY
         return TurnSignals(
-            lease=services.conversations.lease_signal(opened),
+            lease=lease,
             engines=engines,
             limits=services.limits.plan,
             preferred_engine_id=conversation.decode_engine_id,
             batch=transcript is None,
+            keep=mode is not ReuseMode.OFF,
             prompt_tokens=estimate.tokens(transcript.text_bytes) if transcript is not None else 0,
             last_path=conversation.turns[-1].path if conversation.turns else None,
             rates=loads.read_rates(layout_hash),

@@ -18,7 +18,7 @@ from kvlease.router.measured import MeasuredRegistry, count_answers
 from kvlease.router.ports import RandomPort, RegistryPort
 from kvlease.router.randomness import SystemRandom
 from kvlease.router.registry_client import GrpcRegistry
-from kvlease.router.reload import Reloader, make_tenancy
+from kvlease.router.reload import Reloader, make_reuse_rules, make_tenancy
 from kvlease.router.routing_service import RoutingServicer
 from kvlease.router.runner import TurnRunner
 from kvlease.router.tracing import TracedRegistry, TurnTracing
@@ -91,6 +91,7 @@ class RouterServer:
             engine_port = await self._exit.enter_async_context(HttpEngines(self._tls))
             tracing = TurnTracing(self._telemetry.tracer)
             tenancy = make_tenancy(self._config)
+            reuse = make_reuse_rules(self._config)
             services = make_services(
                 self._config,
                 self._clock,
@@ -99,12 +100,13 @@ class RouterServer:
                 self._random,
                 tracing,
                 tenancy=tenancy,
+                reuse=reuse,
                 metrics=self._metrics,
             )
-            self._reloader = Reloader(self._config, services.limits, tenancy)
+            self._reloader = Reloader(self._config, services.limits, tenancy, reuse)
             self._exit.push_async_callback(services.background.close)
             self._exit.callback(services.decisions.close)
-            self._start_tasks([*lasting_tasks(services), self._reloader.watch_keys()])
+            self._start_tasks([*lasting_tasks(services), self._reloader.watch_files()])
             await self._start_grpc(services)
             await self._start_http(services)
         except BaseException:

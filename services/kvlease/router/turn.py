@@ -12,6 +12,7 @@ from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, TurnPath, TurnSignals
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
+from kvlease.core.reuse_rules import ReuseRules
 from kvlease.core.turn import TurnReport
 from kvlease.router.admission import Admission, Overloaded
 from kvlease.router.background import Background
@@ -161,6 +162,7 @@ class TurnServices:
     health: EngineHealth
     admission: Admission
     decisions: DecisionLog
+    reuse: ReuseRules
     tracing: TurnTracing = NO_TRACING
     tenancy: Tenancy = field(default_factory=TenancyByCredential)
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(10_000, 256 << 20))

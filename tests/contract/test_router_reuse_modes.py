@@ -1,0 +1,85 @@
+"""Reuse can be off, only verified, or on, by model and tenant, without a restart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlease.core.conversation import tenant_digest
+from kvlease.core.turn import TurnParams
+from stubs.engines import StubEngine
+from stubs.router import FIRST, Stack, said
+from stubs.waiting import eventually
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "reuse.toml"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture
+def router_settings(rules: Path) -> dict[str, Any]:
+    return {"reuse_file": str(rules), "keys_poll_s": 0.01}
+
+
+def orders(engine: StubEngine, number: int) -> TurnParams | None:
+    sent = engine.received[number].orders
+    return None if sent is None else TurnParams.from_json(sent)
+
+
+def write(rules: Path, text: str) -> None:
+    """The whole file at once: the router may look at any moment."""
+    whole = rules.with_suffix(".new")
+    whole.write_text(text)
+    whole.replace(rules)
+
+
+async def test_with_reuse_off_nothing_is_kept_or_read_and_the_prompt_is_handed_over_all_the_same(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, rules: Path
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    write(rules, f'[[rule]]\ntenant = "{tenant_digest("anonymous")}"\nreuse = "off"\n')
+
+    async def second() -> str:
+        return (await stack.chat(said(FIRST, "hello", "more"), conversation_id="c")).route
+
+    routes = [await second()]
+    while routes[-1] != "recompute; reuse_off":
+        routes.append(await second())
+        assert len(routes) < 1000
+    handed = orders(decode, -1)
+    assert handed is not None
+    assert handed.keep is None
+    assert handed.read is not None
+
+
+async def test_verify_only_computes_turns_anew_and_keeps_them(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, rules: Path
+) -> None:
+    write(rules, '[[rule]]\nreuse = "verify-only"\n')
+
+    routes: list[str] = []
+    while not routes or routes[-1] != "recompute; verify_only":
+        routes.append((await stack.chat(FIRST, conversation_id="c")).route)
+        assert len(routes) < 1000
+    kept = orders(decode, -1)
+    assert kept is not None
+    assert kept.keep is not None
+    lease_id = kept.keep.lease_id
+    await eventually(lambda: lease_id in stack.registry.confirmed)
+
+
+async def test_rules_that_make_no_sense_change_nothing(
+    stack: Stack,
+    prefill: StubEngine,
+    decode: StubEngine,
+    rules: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write(rules, "[[rule]]\nreuse = 'maybe'\n")
+    await eventually(lambda: "the file stays as it was" in caplog.text)
+    first = await stack.chat(FIRST, conversation_id="c")
+    assert first.route == "recompute; first_turn"
+    assert (await stack.chat(said(FIRST, "hello", "more"), conversation_id="c")).route.startswith("append")
