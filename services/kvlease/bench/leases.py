@@ -221,7 +221,7 @@ class BenchRouter:
             for engine, ids in zip(self.fleet.engines, shares, strict=True):
                 for lease_id in ids[start : start + step]:
                     self.table.expect(self.clock.now_s(), lease_id, engine.facts.holder.engine_id)
-            await self.beat_until_held()
+            await self.beat_until_held(patience_s)
             await self.until_recorded(len(self.table), patience_s)
         assert len(self.table) == wanted
 
@@ -256,9 +256,9 @@ class BenchRouter:
             self.missed_pins,
         )
 
-    async def beat_until_held(self) -> None:
+    async def beat_until_held(self, patience_s: float) -> None:
         """Beats until every lease was acked by its holder."""
-        async with asyncio.timeout(CALL_S * 10):
+        async with asyncio.timeout(patience_s):
             while self.missed_by(await self.beat()):  # noqa: ASYNC110 - asks another process
                 await asyncio.sleep(0.1)
 
@@ -338,10 +338,11 @@ async def router_of(fleet: LeaseFleet) -> AsyncGenerator[BenchRouter, None]:
         async with asyncio.timeout(60.0):
             await channel.channel_ready()
         router = BenchRouter(fleet, registry, await stack.enter_async_context(registry.renew()))
-        helpers = [asyncio.create_task(router.follow()), asyncio.create_task(router.receive())]
-        try:
-            yield router
-        finally:
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+        # One that fails ends the measurement, which would wait for its answers for ever.
+        async with asyncio.TaskGroup() as group:
+            helpers = [group.create_task(router.follow()), group.create_task(router.receive())]
+            try:
+                yield router
+            finally:
+                for helper in helpers:
+                    helper.cancel()
