@@ -238,9 +238,13 @@ def _utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(_utf8(text))
 
 
+def _fields(message: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+
+
 def _payload(message: object) -> bytes:
     """A message as bytes that no other message has. Text, which may be long, is not escaped on its way."""
-    fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+    fields = _fields(message)
     content = fields.get("content")
     if not isinstance(content, str):
         return bytes(4) + _canonical(message)
@@ -296,7 +300,7 @@ def _tool_call(call: object) -> object:
     if not isinstance(function, dict):
         return fields
     named = cast("dict[str, Any]", function)
-    arguments = named.get("arguments")
+    arguments: object = named.get("arguments")
     # A model may write anything: what does not parse, or is nested too deeply, counts as it stands.
     with suppress(ValueError, RecursionError):
         parsed: object = json.loads(arguments) if isinstance(arguments, str) else arguments
