@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
+from os import getloadavg
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -90,6 +91,7 @@ def run(arguments: Namespace) -> int:
         "what": "what a router adds to a turn of two legs over engines that answer at once",
         "command": f"kvlease bench router --against {','.join(peers)} --duration {arguments.duration:g} --output json",
         "machine": machine(),
+        "load_average": getloadavg(),
         "known_conversations": arguments.known,
         "events_per_stream": EVENTS_A_STREAM + 4,
         "goals": goals,
