@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvlease.core.conversation import tenant_digest
-from kvlease.core.turn import TurnParams
-from stubs.engines import StubEngine
+from kvlease.core.turn import TurnParams, TurnReport
+from stubs.engines import Received, StubEngine
 from stubs.router import FIRST, Stack, said
 from stubs.waiting import eventually
 
@@ -83,3 +84,47 @@ async def test_rules_that_make_no_sense_change_nothing(
     first = await stack.chat(FIRST, conversation_id="c")
     assert first.route == "recompute; first_turn"
     assert (await stack.chat(said(FIRST, "hello", "more"), conversation_id="c")).route.startswith("append")
+
+
+@pytest.mark.parametrize(
+    ("read_tokens", "cold_reply", "outcome"),
+    [
+        (192, "hello", "equal"),
+        (192, "jello", "differs_at_once"),
+        (192, "helmet", "differs_later"),
+        (0, "hello", "not_reused"),
+    ],
+)
+async def test_verify_only_compares_a_sample_of_turns_with_cold_runs(
+    stack: Stack,
+    prefill: StubEngine,
+    decode: StubEngine,
+    rules: Path,
+    caplog: pytest.LogCaptureFixture,
+    read_tokens: int,
+    cold_reply: str,
+    outcome: str,
+) -> None:
+    caplog.set_level("INFO")
+    write(rules, '[[rule]]\nreuse = "verify-only"\n')
+    await eventually(lambda: "file loaded" in caplog.text)
+    salts: list[str] = []
+
+    async def answer(request: web.Request, received: Received) -> web.StreamResponse:
+        read = received.orders is not None and received.orders.get("read") is not None
+        salts.append(received.body["cache_salt"])
+        prefill.reply = "hello" if len(salts) < 3 else cold_reply
+        prefill.report = TurnReport(200, 0, read_tokens if read else 0, 0, "read", kept_tokens=200)
+        return await prefill.answer(request, received)
+
+    prefill.script = answer
+    assert (await stack.chat(FIRST)).status == 200
+    await eventually(lambda: any(getattr(record, "outcome", None) for record in caplog.records))
+    (audited,) = [record for record in caplog.records if getattr(record, "outcome", None)]
+    assert audited.__dict__["outcome"] == outcome
+    assert audited.levelname == ("WARNING" if outcome.startswith("differs") else "INFO")
+    # The client's leg and the reused question share the tenant's salt; the cold one has its own.
+    assert salts[0] == salts[1]
+    assert len(salts) == (2 if outcome == "not_reused" else 3)
+    assert salts[-1] != salts[0] or outcome == "not_reused"
+    assert (await stack.chat(FIRST)).status == 200

@@ -32,6 +32,7 @@ RELOADED_SETTINGS = frozenset(
         "turn_timeout_s",
         "prefill_timeout_s",
         "resume_streams",
+        "audit_interval_s",
     }
 )
 """Settings that SIGHUP changes in a router that runs: those of `turn_limits`."""
@@ -143,6 +144,9 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         "",
         "TOML file of [[rule]] tables with model, tenant (both may be left out) and reuse; the first counts",
     )
+    audit_interval_s: float = setting(
+        60.0, "with verify-only: a turn is asked again, reused and cold, at most this often; 0: never"
+    )
     isolate_tenants: bool = setting(True, "salt the engines' own prefix caches with the tenant")
     keys_file: str = setting(
         "", "TOML file of tenants and the hashes of their keys; empty: every key is a tenant of its own"
@@ -231,6 +235,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             "prefill_inflight_max",
             "decode_inflight_max",
             "slow_start_s",
+            "audit_interval_s",
             "wait_for_offer_s",
             "suspect_s",
             "unregistered_s",
@@ -301,5 +306,10 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             delay_weight=self.delay_weight,
         )
         return TurnLimits(
-            plan, self.turn_timeout_s, self.prefill_timeout_s, self.wait_for_offer_s, self.resume_streams
+            plan,
+            self.turn_timeout_s,
+            self.prefill_timeout_s,
+            self.wait_for_offer_s,
+            self.resume_streams,
+            self.audit_interval_s,
         )

@@ -53,6 +53,7 @@ class TurnMetrics:
         self._retries = metrics.counter(catalogue.RETRIES)
         self._nonces = metrics.counter(catalogue.PROMPT_NONCES)
         self._refused = metrics.counter(catalogue.REFUSED_TURNS)
+        self._audits = metrics.counter(catalogue.REUSE_AUDITS)
         self._legs = CallTimer(metrics, catalogue.LEG_SECONDS, clock.now_s)
 
     def observe(self, record: TurnRecord, tenant: str) -> None:
@@ -75,6 +76,10 @@ class TurnMetrics:
     def refused(self, code: str) -> None:
         """Counts a turn that was not let in."""
         self._refused.labels(code).inc()
+
+    def audited(self, outcome: str) -> None:
+        """Counts a comparison of reused with cold."""
+        self._audits.labels(outcome).inc()
 
     def engines(self, port: EnginePort, leg: str) -> EnginePort:
         """The port with which a leg calls engines, its calls timed."""

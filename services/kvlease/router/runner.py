@@ -8,6 +8,7 @@ from kvlease.core.planning import PlanReason, TurnSignals, plan
 from kvlease.core.records import EngineRole
 from kvlease.core.reuse_rules import ReuseMode
 from kvlease.router.admission import Overloaded
+from kvlease.router.audit import Auditor
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
@@ -38,6 +39,7 @@ class TurnRunner:
         prefill = tracing.engines(services.metrics.engines(port, "prefill"), attributes.PREFILL)
         decode = tracing.engines(services.metrics.engines(port, "decode"), attributes.DECODE)
         self._prefill = PrefillLeg(replace(services, engine_port=prefill))
+        self._auditor = Auditor(services)
         self._decode = DecodeLeg(replace(services, engine_port=decode))
 
     async def run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
@@ -130,6 +132,8 @@ class TurnRunner:
             services.unpin(pin)
         record.ended = record.ended or "aborted"
         services.metrics.observe(record, turn.request.tenant)
+        if services.reuse.mode(turn.request.model, turn.request.tenant) is ReuseMode.VERIFY_ONLY:
+            self._auditor.offer(turn)
         services.tracing.closed(turn)
         log.info(
             "turn",

@@ -48,6 +48,7 @@ class TurnLimits:
         prefill_timeout_s: of one try of the prefill leg.
         wait_for_offer_s: how long the holder may wait for the lease of a turn that has just ended.
         resume_streams: a stream that breaks off goes on at another engine, where that is possible.
+        audit_interval_s: between audits of turns whose reuse is only verified; 0: none.
     """
 
     plan: PlanLimits = DEFAULT_LIMITS
@@ -55,6 +56,7 @@ class TurnLimits:
     prefill_timeout_s: float = 120.0
     wait_for_offer_s: float = 0.02
     resume_streams: bool = False
+    audit_interval_s: float = 60.0
 
     def take(self, other: "TurnLimits") -> None:
         """From here on the bounds are those of the other."""

@@ -176,6 +176,12 @@ PROMPT_NONCES = _counter(
     "router",
 )
 RETRIES = _counter("kvlease_leg_retries", "Tries of a leg after the first of its turn", ("leg",), "router")
+REUSE_AUDITS = _counter(
+    "kvlease_reuse_audits",
+    "Turns of verify-only asked again, reused and cold, by outcome; alert on differs_at_once",
+    ("outcome",),
+    "router",
+)
 REFUSED_TURNS = _counter(
     "kvlease_refused_turns", "Turns that were not let in, by the code of their answer", ("code",), "router"
 )
