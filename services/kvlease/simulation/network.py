@@ -253,6 +253,7 @@ class Connection:
         self._network = network
         self._last_s = dict.fromkeys(ends, 0.0)
         self._open = dict.fromkeys(ends, True)
+        self._broken = False
         self._closed: dict[Process, Callable[[], object]] = {}
 
     def on_close(self, end: Process, closed: Callable[[], object]) -> None:
@@ -279,7 +280,7 @@ class Connection:
         self._last_s[source] = arrives_s
 
         def arrive() -> None:
-            if network.is_blocked(source.name, target.name):
+            if self._broken or network.is_blocked(source.name, target.name):
                 self._break()
             elif self._open[target]:
                 network.note(f"{source.name} {target.name}")
@@ -301,6 +302,10 @@ class Connection:
             network.loop.call_in_world(arrives_s - now_s, lambda: self._end(target))
 
     def _break(self) -> None:
+        """A message was lost: nothing comes after it, and each end notices in its own time."""
+        if self._broken:
+            return
+        self._broken = True
         for end in self.ends:
             self._network.loop.call_in_world(self._network.notice_s(), partial(self._end, end))
 

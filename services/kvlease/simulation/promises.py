@@ -83,11 +83,11 @@ class Promises:
             ),
         )
 
-    def renewed(self, engine: Watched, hold: Hold, now_s: float, duration_s: float) -> None:
-        """A lease lives for at least `duration_s` more, and not much longer."""
-        kept = self.kept[hold.grant.lease_id]
+    def renewed(self, engine: Watched, lease_id: int, now_s: float, duration_s: float) -> None:
+        """A lease lives for `duration_s` more, and not much longer; one that the same call ended, ended early."""
+        kept, process = self.kept[lease_id], engine.process
         kept.must_end_s = max(kept.must_end_s, now_s + duration_s / RATE_LEAST)
-        kept.deadline_s = max(kept.deadline_s, engine.process.virtual_s(hold.deadline_s))
+        kept.deadline_s = max(kept.deadline_s, process.virtual_s(process.local_s(now_s) + duration_s))
 
     def check_holds(self, engine: Watched, now_s: float) -> None:
         """(a) what is kept is what was granted; (b) what nobody renews is gone."""

@@ -67,9 +67,8 @@ class WatchedHolder(SimHolder):
         asked, watch = list(lease_ids), self.watch
         misses = super().renew(asked, duration_s, pin_ids, reservation_s)
         for lease_id in asked:
-            hold = self.table.get(lease_id)
-            if hold is not None and lease_id not in misses:
-                watch.promises.renewed(watch.engine, hold, watch.now_s, duration_s)
+            if lease_id not in misses:
+                watch.promises.renewed(watch.engine, lease_id, watch.now_s, duration_s)
         return misses
 
     def pin(self, ask: PinAsk) -> PinOutcome:
