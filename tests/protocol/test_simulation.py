@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from functools import partial
+from random import Random
 
 import pytest
 
 from kvlease.simulation.loop import Process, SimulationStuckError, VirtualLoop
 from kvlease.simulation.main import add_arguments, replay_command, run
+from kvlease.simulation.network import NetworkSettings, SimNetwork
 from kvlease.simulation.run import simulate
 from kvlease.simulation.world import WorldSettings
 
@@ -181,3 +184,30 @@ def test_a_killed_process_clears_nothing_away() -> None:
     loop = VirtualLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         assert runner.run(kill(loop)) == []
+
+
+# --- the network ------------------------------------------------------------------------------------------
+
+
+def test_nothing_arrives_on_a_connection_after_a_message_that_was_lost() -> None:
+    async def converse(loop: VirtualLoop) -> tuple[list[int], list[str]]:
+        network = SimNetwork(loop, Random(1), NetworkSettings())
+        source, target = network.start("source"), network.start("target")
+        connection = await source.spawn(network.connect("target"))
+        arrived: list[int] = []
+        noticed: list[str] = []
+        for end in (source, target):
+            connection.on_close(end, partial(noticed.append, end.name))
+        for number in range(3):
+            if number == 1:
+                network.block("source", "target")
+            connection.send(source, partial(arrived.append, number))
+            await asyncio.sleep(0.4)
+            network.unblock("source", "target")
+        await asyncio.sleep(5.0)
+        network.close()
+        return arrived, sorted(noticed)
+
+    loop = VirtualLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert runner.run(converse(loop)) == ([0], ["source", "target"])
