@@ -184,6 +184,22 @@ async def test_the_same_turn_twice_at_once_leaves_one_lease(
     await eventually(lambda: stack.registry.released == [int(left, 16)])
 
 
+async def test_two_turns_under_one_id_at_once_keep_a_lease_each_until_it_is_let_go(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    together = await asyncio.gather(
+        stack.chat(said(FIRST, "hello", "one"), conversation_id="c"),
+        stack.chat(said(FIRST, "hello", "two"), conversation_id="c"),
+    )
+    leases = {int(answer.headers["X-Kvlease-Lease"], 16) for answer in together}
+    assert len(leases) == 2
+    await eventually(lambda: leases <= set(stack.registry.confirmed))
+    assert stack.registry.released == []
+    assert (await stack.send("POST", "/v1/kvlease/conversations/c/release")).json["released"] is True
+    assert set(stack.registry.released) == leases
+
+
 async def test_tenants_share_neither_conversations_nor_salts(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:
