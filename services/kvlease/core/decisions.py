@@ -131,9 +131,19 @@ def _signals_of(body: Mapping[str, Any]) -> TurnSignals:
 def _plan_of(body: Mapping[str, Any] | None) -> Plan | None:
     if body is None:
         return None
-    prices = tuple(Price(**{**price, "path": TurnPath(price["path"])}) for price in body["prices"])
-    read = {**body, "path": TurnPath(body["path"]), "reason": PlanReason(body["reason"]), "prices": prices}
+    prices = tuple(_price_of(price) for price in body["prices"])
+    read: dict[str, Any] = {
+        **body,
+        "path": TurnPath(body["path"]),
+        "reason": PlanReason(body["reason"]),
+        "prices": prices,
+    }
     return Plan(**read)
+
+
+def _price_of(body: Mapping[str, Any]) -> Price:
+    read: dict[str, Any] = {**body, "path": TurnPath(body["path"])}
+    return Price(**read)
 
 
 def _engine_to_json(engine: EngineSignal) -> dict[str, Any]:
@@ -141,7 +151,8 @@ def _engine_to_json(engine: EngineSignal) -> dict[str, Any]:
 
 
 def _engine_of(body: Mapping[str, Any]) -> EngineSignal:
-    read = {**body, "role": EngineRole(body["role"]), "prefill": _line_of(body["prefill"])}
+    prefill = _line_of(body["prefill"])
+    read: dict[str, Any] = {**body, "role": EngineRole(body["role"]), "prefill": prefill}
     return EngineSignal(**read)
 
 
