@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvlease.core.ids import Holder
+from kvlease.core.lease import LeaseKind, LeaseState
 from kvlease.core.planning import EngineSignal
 from kvlease.core.prefixes import PrefixMemory
-from kvlease.core.records import Engine, EngineRole, KvLayout
+from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.core.turn import TurnReport
 from kvlease.router.engines import EngineTable
 from kvlease.router.loads import EngineLoads, LoadLimits
@@ -98,3 +99,20 @@ def test_prefixes_are_remembered_up_to_a_bound() -> None:
         memory.remember("p", (key,))
     assert memory.cached_bytes((1,), (10,)) == {}
     assert memory.cached_bytes((3,), (10,)) == {"p": 10}
+
+
+def record(lease_id: int, engine_id: str, tokens: int) -> LeaseRecord:
+    holder = Holder(engine_id, "boot")
+    return LeaseRecord(lease_id, LeaseKind.CONVERSATION, LeaseState.HELD, holder, "t", b"c", tokens)
+
+
+def test_what_an_engine_holds_is_the_sum_of_its_recorded_leases() -> None:
+    loads = EngineLoads(ManualClock())
+    signal = replace(P, engine_id="d")
+    one, two = record(1, "d", 100), record(2, "d", 200)
+    loads.apply_leases(Batch((Change(one), Change(two)), snapshot=True))
+    assert loads.seen(signal, prefills=False).held_tokens == 300
+    loads.apply_leases(Batch((Change(replace(one, tokens=150)), Change(two, gone=True)), snapshot=False))
+    assert loads.seen(signal, prefills=False).held_tokens == 150
+    loads.apply_leases(Batch((), snapshot=True))
+    assert loads.seen(signal, prefills=False).held_tokens == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlease.core.clock import Clock
+from kvlease.core.records import LeaseRecord
 from kvlease.core.renewal import RenewalTable
 from kvlease.core.reuse_rules import ReuseRules
 from kvlease.router.admission import Admission
@@ -24,6 +25,7 @@ from kvlease.router.tracing import NO_TRACING, TurnTracing
 from kvlease.router.turn import TurnServices
 from kvlease.router.watch import follow
 from kvlease.runtime.metrics import Metrics
+from kvlease.store.port import Batch
 
 
 def make_services(
@@ -81,9 +83,14 @@ def make_services(
 def lasting_tasks(services: TurnServices) -> list[Coroutine[Any, Any, None]]:
     """What runs as long as the router does."""
     registry = services.registry
+
+    def apply_leases(batch: Batch[LeaseRecord]) -> None:
+        services.conversations.apply(batch)
+        services.engines.loads.apply_leases(batch)
+
     return [
         services.heartbeat.run(),
         services.health.run(),
         follow("engines", registry.watch_engines, services.engines.apply),
-        follow("leases", registry.watch_leases, services.conversations.apply),
+        follow("leases", registry.watch_leases, apply_leases),
     ]

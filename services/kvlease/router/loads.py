@@ -9,8 +9,9 @@ from kvlease.core.clock import Clock
 from kvlease.core.planning import EngineSignal, ReadRates
 from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.rates import RateTable, ServiceMeter
-from kvlease.core.records import Engine
+from kvlease.core.records import Engine, LeaseRecord
 from kvlease.core.turn import TurnReport
+from kvlease.store.port import Batch
 
 WARMTH_MIN = 0.1
 """The share of an engine that joins this moment: it needs turns to show what it can."""
@@ -45,6 +46,8 @@ class EngineLoads:
         self._backlog: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
         self._joined_s: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+        self._leases: dict[int, tuple[str, int]] = {}
 
     # --- engines come and go ------------------------------------------------------------------------------
 
@@ -58,6 +61,20 @@ class EngineLoads:
         self._joined_s.pop(engine_id, None)
         self._meters.pop(engine_id, None)
         self._rates.forget(engine_id)
+
+    def apply_leases(self, batch: Batch[LeaseRecord]) -> None:
+        """Takes what the watch tells of leases: how much each engine holds."""
+        if batch.snapshot:
+            self._held.clear()
+            self._leases.clear()
+        for change in batch.changes:
+            record = change.item
+            engine_id, tokens = self._leases.pop(record.lease_id, ("", 0))
+            if engine_id:
+                _take(self._held, engine_id, tokens)
+            if not change.gone:
+                self._leases[record.lease_id] = record.holder.engine_id, record.tokens
+                self._held[record.holder.engine_id] += record.tokens
 
     # --- legs ---------------------------------------------------------------------------------------------
 
@@ -121,6 +138,7 @@ class EngineLoads:
             full=0 < inflight_max * warmth <= signal.running,
             warmth=warmth,
             backlog_tokens=self._backlog[engine_id],
+            held_tokens=self._held[engine_id],
             reads=self._reads[engine_id],
             prefill=self._rates.prefill_line(engine_id, group),
         )
@@ -139,6 +157,10 @@ def _counted(counter: Counter[str], key: str, amount: int) -> Generator[None]:
     try:
         yield
     finally:
-        counter[key] -= amount
-        if counter[key] <= 0:
-            del counter[key]
+        _take(counter, key, amount)
+
+
+def _take(counter: Counter[str], key: str, amount: int) -> None:
+    counter[key] -= amount
+    if counter[key] <= 0:
+        del counter[key]
