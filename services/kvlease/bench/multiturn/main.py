@@ -63,6 +63,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     engines.add_argument("--model", type=Path, help="model directory (default: a tiny one that is generated)")
     engines.add_argument("--shape", choices=tuple(SHAPES), help="a model's true shape with dummy weights")
     engines.add_argument(
+        "--gpus", type=_numbers, default=(0, 1), help="of the prefill and the decode engine (default: 0,1)"
+    )
+    engines.add_argument(
         "--engine-arguments",
         type=shlex.split,
         default=[],
