@@ -1,0 +1,37 @@
+"""`kvlease bench multiturn` on real engines: every mode takes its path, and stock's engines really READ."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 900
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    command = [sys.executable, "-m", "kvlease.cli", "bench", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("engines_lock")
+def test_every_mode_takes_its_path_and_a_second_run_goes_on_from_the_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    measured = ("--points", "1024+128", "--repeats", "1", "--output", str(record))
+    ran = bench("multiturn", "--modes", "off,on,append,stock", *measured)
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(record.read_text())
+    paths = {turn["mode"]: turn["path"] for turn in document["turns"]}
+    assert paths == {"off": "recompute", "on": "readback", "append": "append", "stock": "readback"}
+    moved = {turn["mode"]: turn["bytes"] for turn in document["turns"]}
+    assert moved["on"] > moved["off"] >= 0 == moved["append"]
+    assert moved["stock"] > 0
+    left = bench("multiturn", "--modes", "off,on,append,auto,stock", *measured, "--resume", "--dry-run")
+    assert left.stdout.split() == ["auto/1024+128x1#0"]
+    again = bench("multiturn", *measured, "--dry-run")
+    assert again.returncode == 1
+    assert "--resume" in again.stderr
+    same = bench("compare", str(record), str(record), "--output", "json")
+    assert {row["ratio"] for row in json.loads(same.stdout)} == {1.0}
