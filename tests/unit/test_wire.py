@@ -33,7 +33,9 @@ RECORD = LeaseRecord(
     chain_keys=(1, (1 << 64) - 1),
 )
 OFFER = LeaseOffer(RECORD, 5.5, True, 9, ("pin-1", "pin-2"))
-FACTS = EngineFacts(HOLDER, "m", LAYOUT, LOCATION, "0.32.0", 1, 90, False, False, "sliding window", {"device": "cpu"})
+FACTS = EngineFacts(
+    HOLDER, "m", LAYOUT, LOCATION, "0.32.0", 1, 90, False, False, "sliding window", {"device": "cpu"}
+)
 
 
 def test_a_lease_record_comes_back_the_same() -> None:
