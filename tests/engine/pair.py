@@ -42,6 +42,7 @@ class PairPlan:
     connector_module: str = "kvlease_vllm.connector"
     router: RouterConfig = field(default_factory=RouterConfig)
     stack: type[Stack] = Stack
+    otlp_endpoint: str = ""
 
 
 @dataclass(slots=True)
@@ -98,6 +99,7 @@ class Pair:
                     served_model_name=MODEL,
                     kvlease_config={"pin_wait_s": 10.0, **plan.kvlease_config},
                     connector_module=plan.connector_module,
+                    otlp_endpoint=plan.otlp_endpoint,
                     extra_arguments=(
                         "--enable-prompt-tokens-details",
                         *device_arguments,
@@ -107,7 +109,10 @@ class Pair:
                 )
             )
 
-        return plan.stack(StackPlan(1, 1, make, router=plan.router), progress=lambda _: None)
+        return plan.stack(
+            StackPlan(1, 1, make, router=plan.router, otlp_endpoint=plan.otlp_endpoint),
+            progress=lambda _: None,
+        )
 
     # --- turns ------------------------------------------------------------------------------------------------
 
