@@ -16,7 +16,7 @@ BOUND_S = 20.0
 
 @pytest.fixture
 def router_settings() -> dict[str, Any]:
-    return {"stall_s": 0.5, "probe_interval_s": 0.02, "suspect_s": 0.0}
+    return {"stall_s": 2.0, "probe_interval_s": 0.02, "suspect_s": 0.0}
 
 
 class Hanging:
@@ -154,6 +154,7 @@ async def test_a_model_that_nobody_has_is_the_engines_404_and_makes_no_engine_su
     assert len(decode.received) + len(other.received) == 1 + 2 + 1
 
 
+@pytest.mark.parametrize("router_settings", [{}], ids=["no engine stalls"])
 async def test_ranks_behind_one_url_are_told_apart_by_their_header(stack: Stack) -> None:
     class Rank(StubEngine):
         rank = 0

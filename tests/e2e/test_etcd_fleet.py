@@ -15,6 +15,7 @@ from stubs.etcd import etcdctl, options_of, put_many
 from stubs.processes import Conversation, ProcessFleet, process_fleet, until
 
 QUOTA_BYTES = 16 << 20
+ENGINES_RUNNING = 2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -70,17 +71,19 @@ async def test_a_session_revoked_under_healthy_processes_is_opened_again(fleet: 
     await talk.turn()
     client = EtcdClient(options_of(fleet.etcd))
     try:
+
+        async def only_the_living_are_registered() -> bool:
+            found, _ = await client.list_prefix(ENGINES)
+            return len(found) == ENGINES_RUNNING
+
+        # What was killed by tests before this one stays registered until its session has expired.
+        await until(only_the_living_are_registered)
         engines, _ = await client.list_prefix(ENGINES)
         for engine in engines:
             await client.revoke(engine.lease)
-
-        async def registered_again() -> bool:
-            found, _ = await client.list_prefix(ENGINES)
-            return len(found) == len(engines)
-
         for _ in range(3):
             await talk.turn()
-        await until(registered_again)
+        await until(only_the_living_are_registered)
     finally:
         await client.close()
     await talk.until_reused()
