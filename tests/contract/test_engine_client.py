@@ -249,3 +249,19 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await eventually(lambda: one.closed)
+
+
+async def test_an_answer_that_came_in_full_and_was_not_read_is_no_part_of_the_next_one() -> None:
+    answers = [b"HTTP/1.1 503 Unavailable\r\nContent-Length: 4\r\n\r\nleft", WHOLE]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await request_of(reader)
+            writer.write(answers.pop(0))
+            await writer.drain()
+
+    async with site(serve) as built:
+        async with built.engines.call("POST", built.url, {}, b"{}", 20.0) as reply:
+            assert reply.status == 503
+        assert await built.ask() == (200, b"hello")
+        assert built.connections == 2

@@ -150,6 +150,11 @@ class _Connection(asyncio.Protocol):
         """Whether a request may be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def was_read(self) -> bool:
+        """Whether nothing of an answer is left that the next request would take for its own."""
+        return not self._parts
+
     async def ask(self, head: bytes, body: bytes, *, bodiless: bool) -> None:
         """Sends a request and waits for the head of its answer.
 
@@ -347,7 +352,7 @@ class HttpEngines:
         origin, _, _ = _parts(url)
         idle = self._idle.setdefault(origin, deque())
         if (
-            not (self._open and connection.reusable and connection.is_open)
+            not (self._open and connection.reusable and connection.was_read and connection.is_open)
             or len(idle) >= IDLE_CONNECTIONS_MAX
         ):
             connection.close()
