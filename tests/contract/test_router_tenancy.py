@@ -199,13 +199,19 @@ async def test_leases_that_another_router_granted_are_released_too(keys: Path) -
         assert sorted(one.registry.released) == [1, 3]
 
 
-async def test_only_an_admin_releases_the_leases_of_another_tenant(keys: Path) -> None:
+async def test_only_an_admin_releases_the_leases_of_another_tenant_and_it_is_written_down(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvlease.audit")
     async with site(keys_file=str(keys)) as one:
         theirs = await converse(one, "sk-other", "c")
         assert (await one.send("DELETE", "/v1/kvlease/tenants/other/leases", "sk-acme"))[0] == 403
         assert not one.registry.released
         assert (await one.send("DELETE", "/v1/kvlease/tenants/other/leases", "sk-ops"))[0] == 200
         assert one.registry.released == theirs
+    lines = [record.__dict__ for record in caplog.records if record.name == "kvlease.audit"]
+    told = [(line["caller"], line["tenant"], line["outcome"]) for line in lines]
+    assert told == [("acme", "other", "refused"), ("ops", "other", "done")]
 
 
 async def test_operators_release_a_tenants_leases_over_grpc(keys: Path) -> None:

@@ -14,6 +14,7 @@ from kvlease.router.conversation import Conversation, TurnRecord
 from kvlease.router.conversations import ConversationTable
 from kvlease.router.purge import release_tenant
 from kvlease.router.turn import TurnServices
+from kvlease.runtime.authorization import AUDIT_LOG
 
 
 class ConversationApi:
@@ -77,9 +78,16 @@ class ConversationApi:
         """Releases every lease of a tenant: the caller's own, also as `self`, or anybody's for an admin."""
         caller, tenant = self._tenant_of(request), request.match_info["tenant"]
         tenant = caller if tenant == "self" else tenant
-        if tenant != caller and not self._services.tenancy.allowance(caller).admin:
-            raise Refused(403, "only an admin releases the leases of another tenant", "not_admin")
-        released = await release_tenant(self._services, tenant)
+        outcome, released = "refused", 0
+        try:
+            if tenant != caller and not self._services.tenancy.allowance(caller).admin:
+                raise Refused(403, "only an admin releases the leases of another tenant", "not_admin")
+            outcome = "cancelled"
+            released = await release_tenant(self._services, tenant)
+            outcome = "done"
+        finally:
+            named = {"caller": caller, "peer": request.remote, "tenant": tenant}
+            AUDIT_LOG.info("audit", extra={"method": "DELETE leases", "outcome": outcome, **named})
         return json_answer({"tenant": tenant, "leases_released": released})
 
     def _find(self, request: web.Request) -> Conversation:
