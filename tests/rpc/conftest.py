@@ -85,20 +85,26 @@ class Fleet:
     registry_server: RegistryServer | None = None
 
     async def start(self) -> None:
-        config = RegistryConfig(listen="127.0.0.1:0", stop_grace_s=0.0, renewal_spacing_s=0.0)
+        # What a busy machine answers late is no miss here: only silence ends these calls.
+        config = RegistryConfig(
+            listen="127.0.0.1:0", stop_grace_s=0.0, renewal_spacing_s=0.0, sidecar_call_s=5.0
+        )
         self.registry_server = RegistryServer(config, self.store, LoopClock())
         await self.registry_server.start()
         self.stack.push_async_callback(self.registry_server.stop)
 
-    async def sidecar(self, role: EngineRole = EngineRole.DECODE) -> SidecarServer:
+    async def sidecar(
+        self, role: EngineRole = EngineRole.DECODE, *, pin_call_s: float = 3.0, holder_call_s: float = 3.0
+    ) -> SidecarServer:
         config = SidecarConfig(
             listen="127.0.0.1:0",
             allow_loopback=True,
             socket_dir=str(self.tmp_path / f"s{len(self.sidecars)}"),
             role=role,
             stop_grace_s=5.0,
-            pin_call_s=0.5,
-            peer_call_s=2.0,
+            pin_call_s=pin_call_s,
+            peer_call_s=4.0,
+            holder_call_s=holder_call_s,
         )
         server = SidecarServer(config, self.store, LoopClock())
         await server.start()

@@ -294,7 +294,7 @@ async def test_a_registry_that_stops_sends_its_watchers_elsewhere_at_once(fleet:
 async def test_a_silent_holder_delays_no_renewal_of_a_later_heartbeat_elsewhere(
     fleet: Fleet, registry: registry_pb2_grpc.RegistryServiceStub
 ) -> None:
-    sidecar = await fleet.sidecar()
+    sidecar = await fleet.sidecar(holder_call_s=1.0)
     connector = await fleet.connector(sidecar)
     silent = await fleet.connector(sidecar, make_facts("decode-2"))
     silent.silent = True

@@ -28,7 +28,7 @@ POLICY = RenewalPolicy(interval_s=0.05, duration_s=20.0)
 
 
 async def replica(fleet: Fleet) -> RegistryServer:
-    config = RegistryConfig(listen="127.0.0.1:0", stop_grace_s=0.0, renewal_spacing_s=0.0)
+    config = RegistryConfig(listen="127.0.0.1:0", stop_grace_s=0.0, renewal_spacing_s=0.0, sidecar_call_s=5.0)
     server = RegistryServer(config, fleet.store, LoopClock())
     await server.start()
     fleet.stack.push_async_callback(server.stop)
@@ -86,7 +86,7 @@ async def test_a_replica_that_takes_calls_and_is_silent_costs_one_miss(fleet: Fl
     healthy = await replica(fleet)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        async with client(address, healthy.address, call_s=0.2) as registry:
+        async with client(address, healthy.address, call_s=1.0) as registry:
             assert await registry.pin(make_ask(7, "a"), 0.0) is MissReason.UNREACHABLE
 
             async def pinned() -> bool:

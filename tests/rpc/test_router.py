@@ -77,8 +77,8 @@ async def start_pair(fleet: Fleet, engine_id: str, role: EngineRole) -> Pair:
         role=role,
         engine_url=http.url,
         stop_grace_s=0.0,
-        pin_call_s=0.5,
-        peer_call_s=2.0,
+        pin_call_s=3.0,
+        peer_call_s=4.0,
     )
     sidecar = SidecarServer(config, fleet.store, LoopClock())
     await sidecar.start()

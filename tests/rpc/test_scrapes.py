@@ -23,9 +23,9 @@ async def scraped(url: str, series: str, **labels: str) -> float:
     )
 
 
-async def attached(fleet: Fleet) -> tuple[FakeConnector, str]:
+async def attached(fleet: Fleet, holder_call_s: float = 3.0) -> tuple[FakeConnector, str]:
     """A connector, and where its sidecar's metrics are."""
-    sidecar = await fleet.sidecar()
+    sidecar = await fleet.sidecar(holder_call_s=holder_call_s)
     return await fleet.connector(sidecar), sidecar.admin_url
 
 
@@ -65,7 +65,7 @@ async def test_leases_are_counted_as_they_end_and_as_lost_with_their_engine(flee
 async def test_an_engine_whose_connector_is_silent_is_told_as_down_with_the_rest_of_the_scrape(
     fleet: Fleet,
 ) -> None:
-    connector, url = await attached(fleet)
+    connector, url = await attached(fleet, holder_call_s=0.5)
     connector.silent = True
     async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
         families = {family.name: family for family in text_string_to_metric_families(await response.text())}

@@ -96,7 +96,7 @@ async def test_a_pin_without_a_wait_misses_an_unknown_lease_at_once(
 async def test_a_connector_that_does_not_answer_is_a_miss_within_the_bound(
     fleet: Fleet, sidecars: GrpcSidecars
 ) -> None:
-    sidecar = await fleet.sidecar()
+    sidecar = await fleet.sidecar(pin_call_s=0.5)
     connector = await fleet.connector(sidecar)
     connector.grant(make_grant(1))
     connector.silent = True

@@ -65,7 +65,7 @@ class SecureFleet:
     async def start(self) -> None:
         registry = RegistryServer(
             RegistryConfig(
-                listen="127.0.0.1:0", sidecar_call_s=2.0, tls_dir=self.certificates(Identity.REGISTRY)
+                listen="127.0.0.1:0", sidecar_call_s=15.0, tls_dir=self.certificates(Identity.REGISTRY)
             ),
             self.store,
             LoopClock(),
@@ -79,7 +79,7 @@ class SecureFleet:
             listen="127.0.0.1:0",
             grpc_listen="127.0.0.1:0",
             registry=self.registry_address,
-            registry_call_s=2.0,
+            registry_call_s=20.0,
             tls_dir=self.certificates(Identity.ROUTER),
         )
         router = RouterServer.connected(config, LoopClock())
@@ -97,8 +97,9 @@ class SecureFleet:
                 socket_dir=socket_dir,
                 role=role,
                 engine_url=f"https://127.0.0.1:{port}",
-                pin_call_s=1.0,
-                peer_call_s=2.0,
+                pin_call_s=10.0,
+                peer_call_s=12.0,
+                holder_call_s=10.0,
                 tls_dir=self.certificates(Identity.SIDECAR),
             ),
             self.store,
@@ -110,7 +111,10 @@ class SecureFleet:
         engine_certificates = self.authority.issue(self.directory / f"engine-{role.value}")
         stop = asyncio.Event()
         engine = asyncio.create_task(
-            serve(SimConfig(port=port, socket_dir=socket_dir, tls_dir=str(engine_certificates)), stop)
+            serve(
+                SimConfig(port=port, socket_dir=socket_dir, tls_dir=str(engine_certificates), pin_wait_s=9.0),
+                stop,
+            )
         )
 
         async def end() -> None:

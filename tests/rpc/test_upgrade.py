@@ -156,8 +156,8 @@ async def test_a_registry_and_a_sidecar_of_which_either_is_the_version_before(fl
             allow_loopback=True,
             socket_dir=str(fleet.tmp_path / "behind"),
             role=EngineRole.DECODE,
-            pin_call_s=0.5,
-            peer_call_s=2.0,
+            pin_call_s=3.0,
+            peer_call_s=4.0,
         )
         sidecar = SidecarServer(config, fleet.store, LoopClock())
         await sidecar.start()
