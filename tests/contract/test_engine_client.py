@@ -168,7 +168,7 @@ async def test_an_engine_that_is_silent_is_given_up_in_time_and_one_that_is_not_
 
     async with site(silent) as one:
         with pytest.raises(LegError) as late:
-            await one.ask(timeout_s=0.05)
+            await one.ask(timeout_s=1.0)
         assert late.value.sent
         await eventually(lambda: one.closed == one.connections)
         with pytest.raises(LegError) as absent:

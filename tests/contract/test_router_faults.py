@@ -11,12 +11,8 @@ from kvlease.core.records import Engine, EngineRole
 from stubs.engines import MODEL, Received, StubEngine
 from stubs.router import FIRST, Stack, orders, said
 
-BOUND_S = 20.0
-
-
-@pytest.fixture
-def router_settings() -> dict[str, Any]:
-    return {"stall_s": 2.0, "probe_interval_s": 0.02, "suspect_s": 0.0}
+BOUND_S = 60.0
+STALLING: dict[str, Any] = {"stall_s": 3.0, "probe_interval_s": 0.02, "suspect_s": 0.0}
 
 
 class Hanging:
@@ -38,6 +34,7 @@ class Hanging:
         return await self.engine.answer(request, received)
 
 
+@pytest.mark.parametrize("router_settings", [STALLING], ids=["engines stall"])
 @pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.DECODE])
 async def test_turns_that_a_hung_engine_keeps_waiting_are_served_by_another(
     stack: Stack, prefill: StubEngine, decode: StubEngine, role: EngineRole
@@ -154,7 +151,6 @@ async def test_a_model_that_nobody_has_is_the_engines_404_and_makes_no_engine_su
     assert len(decode.received) + len(other.received) == 1 + 2 + 1
 
 
-@pytest.mark.parametrize("router_settings", [{}], ids=["no engine stalls"])
 async def test_ranks_behind_one_url_are_told_apart_by_their_header(stack: Stack) -> None:
     class Rank(StubEngine):
         rank = 0

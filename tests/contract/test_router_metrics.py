@@ -73,6 +73,6 @@ async def test_pins_are_told_by_outcome_and_heartbeats_by_how_long_their_answers
     stack.registry.pin_outcome = MissReason.EVICTED
     await stack.chat(said(FIRST, "hello", LONG), conversation_id="c")
     assert await scraped(stack, "kvlease_registry_call_seconds_count", call="pin", outcome="evicted") == 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await scraped(stack, "kvlease_renewal_ack_seconds_count"):
             await asyncio.sleep(0.005)

@@ -67,7 +67,7 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
     try:
         registry.register(engine.engine)
         built = Site(router, registry, engine)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await built.send("GET", "/health"))[1]["engines"]["decode"] == 0:
                 pass
         yield built
@@ -130,7 +130,7 @@ async def test_a_changed_file_counts_without_a_restart_and_a_broken_one_changes_
         await eventually(lambda: "stays as it was read" in caplog.text)
         assert (await one.chat("sk-acme"))[0] == 200
         write(keys, entry("acme", "sk-rotated"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await one.chat("sk-rotated"))[0] != 200:
                 pass
         assert (await one.chat("sk-acme"))[0] == 401
@@ -191,7 +191,7 @@ async def test_leases_that_another_router_granted_are_released_too(keys: Path) -
     async with site(keys_file=str(keys)) as one:
         records = [lease(1, tenant="acme"), lease(2, b"d", tenant="other"), lease(3, b"e", tenant="acme")]
         one.registry.leases.put_nowait(Batch(tuple(Change(record) for record in records), snapshot=True))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await one.send("GET", "/health"))[1]["recorded_leases"] != 3:
                 pass
         status, _ = await one.send("DELETE", "/v1/kvlease/tenants/acme/leases", "sk-acme")

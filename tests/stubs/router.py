@@ -26,7 +26,7 @@ def router_config(**settings: Any) -> RouterConfig:
         "listen": "127.0.0.1:0",
         "grpc_listen": "127.0.0.1:0",
         "stop_grace_s": 0.1,
-        "prefill_timeout_s": 5.0,
+        "prefill_timeout_s": 90.0,
         "heartbeat_interval_s": 600.0,
         "lease_duration_s": 1800.0,
         "reservation_s": 700.0,
@@ -64,7 +64,7 @@ class Stack:
         return engine
 
     async def know(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 async with self.session.get(self.router.url + "/health") as response:
                     if sum((await response.json())["engines"].values()) == count:

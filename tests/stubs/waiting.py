@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Returns once the condition holds; fails loudly when it never does."""
     async with asyncio.timeout(timeout_s):
         while not condition():

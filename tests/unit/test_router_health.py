@@ -16,7 +16,7 @@ from kvlease.store.port import Batch, Change
 from stubs.records import engine
 from stubs.waiting import eventually
 
-LIMITS = HealthLimits(stall_s=0.2, probe_interval_s=0.01, probe_timeout_s=5.0)
+LIMITS = HealthLimits(stall_s=1.0, probe_interval_s=0.01, probe_timeout_s=5.0)
 
 
 class FakeReply:
@@ -109,7 +109,7 @@ async def test_requests_that_a_stalled_engine_keeps_waiting_are_given_up_and_oth
         fakes.pieces.put_nowait(b"x")
     fakes.pieces.put_nowait(None)
     assert await ask(health, "engine-2") == b"xx"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         failures = await waiting
     assert all(isinstance(failure, LegError) and failure.sent for failure in failures)
     assert suspects(table) == {"engine-1"}
@@ -155,7 +155,7 @@ async def test_one_request_that_gets_on_speaks_for_all_of_its_engine(
             async with health.call("POST", "http://engine-2:1/v1/completions", {}, b"", 60.0):
                 await asyncio.sleep(0.001)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await feed()
     assert suspects(table) == {"engine-1"}
     assert not slow.done()
