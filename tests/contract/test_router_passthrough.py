@@ -66,7 +66,7 @@ async def test_other_paths_are_passed_to_an_engine(
         "/v1/load%255Flora_adapter",
         "/v1/chat%252Fcompletions%252Fbatch",
         "/v1//load_lora_adapter",
-        "/v1/embeddings%0d%0aX:%20y",
+        "/v1/embeddings%20HTTP/1.1",
         "/v1/embeddings%3Fx",
         "/inference/v1/generate",
         "/docs",

@@ -4,6 +4,7 @@ What reaches an engine is the client's own without what is the router's. Paths t
 adapters, or that carry prompts past the tenant's salt are served to nobody.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,6 +49,9 @@ BLOCKED_PATHS = (
     "/v1/kvlease",
     "/v1/realtime",
 )
+PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~:@.-]+)+")
+"""A path that every server behind reads as it is read here: nothing in it is left to decode or to collapse."""
+
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 TRIES = 2
 
@@ -84,6 +88,8 @@ class PassThrough:
     def takes(self, method: str, path: str) -> bool:
         """Whether requests for a path are passed on."""
         if method not in METHODS or any(path == one or path.startswith(one + "/") for one in BLOCKED_PATHS):
+            return False
+        if not PLAIN_PATH.fullmatch(path) or "/.." in path or "/./" in path:
             return False
         return path in KNOWN_PATHS or (self._unknown and path.startswith("/v1/"))
 
@@ -146,7 +152,8 @@ async def passed_request(
         InvalidArgument: its body is neither JSON nor a form, or a form that names what is the router's.
     """
     raw = await read_body(request)
-    query = f"?{request.query_string}" if request.query_string else ""
+    # As it came: decoded, it might end the line that it stands in.
+    query = f"?{request.rel_url.raw_query_string}" if request.rel_url.raw_query_string else ""
     if not raw:
         return PassedRequest(request.method, path + query, headers, None, "")
     if request.content_type.startswith("multipart/"):
