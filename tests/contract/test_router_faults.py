@@ -151,6 +151,7 @@ async def test_a_model_that_nobody_has_is_the_engines_404_and_makes_no_engine_su
     assert len(decode.received) + len(other.received) == 1 + 2 + 1
 
 
+@pytest.mark.parametrize("router_settings", [{"slow_start_s": 0.001}], ids=["no slow start"])
 async def test_ranks_behind_one_url_are_told_apart_by_their_header(stack: Stack) -> None:
     class Rank(StubEngine):
         rank = 0

@@ -32,6 +32,8 @@ FILES = ("compose.yaml", "compose.observability.yaml")
 DOCKERFILES = ("Dockerfile.services", "Dockerfile.engine")
 VARIABLES = read_variables(DEPLOY / ".env")
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture(params=FILES)
 def compose(request: pytest.FixtureRequest) -> dict[str, Any]:

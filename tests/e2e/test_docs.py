@@ -85,12 +85,19 @@ async def served() -> AsyncIterator[Served]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
+    drained: asyncio.Task[bytes] | None = None
     try:
-        yield Served(f"127.0.0.1:{port}", await _registry_of(process))
+        registry = await _registry_of(process)
+        assert process.stdout is not None
+        # A process whose output nobody takes stops at some point.
+        drained = asyncio.create_task(process.stdout.read())
+        yield Served(f"127.0.0.1:{port}", registry)
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
-        await asyncio.wait_for(process.communicate(), START_S)
+        async with asyncio.timeout(START_S):
+            await (drained or process.communicate())
+            await process.wait()
 
 
 async def _registry_of(process: asyncio.subprocess.Process) -> str:

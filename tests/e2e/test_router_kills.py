@@ -23,6 +23,8 @@ CLIENTS = 16
 TOKENS = 8
 BOUND_S = 300.0
 
+pytestmark = pytest.mark.timeout(BOUND_S + 200)
+
 
 @dataclass
 class Seen:
@@ -91,8 +93,10 @@ async def stack() -> AsyncIterator[Stack]:
     plan = StackPlan(2, 2, simulated_engine, router=router)
     built = Stack(plan, lambda _: None)
     await built.start()
-    yield built
-    await built.stop()
+    try:
+        yield built
+    finally:
+        await built.stop()
 
 
 def of_role(stack: Stack, role: EngineRole) -> list[Engine]:

@@ -20,6 +20,8 @@ from kvlease.dev.stack import Stack, StackPlan
 from kvlease.runtime.child_process import tied_to_this_process
 
 BOUND_S = 60.0
+
+pytestmark = pytest.mark.timeout(8 * BOUND_S)
 FIRST = [{"role": "user", "content": "tell me something about lighthouses " * 8}]
 
 

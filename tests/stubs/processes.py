@@ -194,7 +194,7 @@ class ProcessFleet:
             )
         if part == "sidecar":
             role = "prefill" if one == "p" else "decode"
-            listen = ("--listen", self.address(name), "--allow-loopback", "--engine-ttl-s", "3")
+            listen = ("--listen", self.address(name), "--allow-loopback", "--engine-ttl-s", "6")
             url = ("--role", role, "--engine-url", f"http://{self.address(f'engine-{one}')}")
             return ("kvlease.cli", part, *listen, *url, *sockets, "--admin-listen", "127.0.0.1:0", *etcd)
         if part == "engine":
