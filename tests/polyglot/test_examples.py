@@ -21,9 +21,13 @@ from kvlease.v1 import lease_pb2, registry_pb2, registry_pb2_grpc
 from stubs.forwarding import RefusingRegistry
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-START_S = 60.0
+START_S = 120.0
 BUILD_S = 900.0
 """With caches that are cold, on two busy cores."""
+
+# An engine that has just been started, on a busy machine, may take long to answer its first question.
+SIDECAR_PATIENCE = ("--pin-call-s", "10", "--peer-call-s", "12", "--holder-call-s", "10")
+REGISTRY_PATIENCE = ("--sidecar-call-s", "15", "--renew-call-s", "4")
 
 TOOLCHAINS = {
     "python": (sys.executable,),
@@ -58,9 +62,16 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         stack.push_async_callback(etcd.stop)
         await etcd.start()
         store = ("--etcd-endpoints", etcd.endpoint, "--etcd-accept-old")
-        await _process(stack, directory, "registry", "--listen", found.registry, *store)
+        await _process(stack, directory, "registry", "--listen", found.registry, *REGISTRY_PATIENCE, *store)
         await _process(
-            stack, directory, "sidecar", "--allow-loopback", "--socket-dir", str(found.socket.parent), *store
+            stack,
+            directory,
+            "sidecar",
+            "--allow-loopback",
+            "--socket-dir",
+            str(found.socket.parent),
+            *SIDECAR_PATIENCE,
+            *store,
         )
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(found.registry))
         await asyncio.wait_for(channel.channel_ready(), START_S)

@@ -16,7 +16,7 @@ from stubs.router import LONG, running_stack
 
 SOURCE = Path(__file__).parent / "npm"
 INSTALL_S = 300.0
-RUN_S = 60.0
+RUN_S = 120.0
 
 pytestmark = [pytest.mark.polyglot, pytest.mark.timeout(INSTALL_S + 2 * RUN_S)]
 
