@@ -17,7 +17,7 @@ from kvlease.store.memory import MemorySession, MemoryStore
 from kvlease.store.port import Recorded
 from kvlease.testing.store import BreakableStore
 
-TIMES = RecorderTimes(ttl_s=0.3, call_s=0.1, retry_s=0.01, reconcile_s=0.05)
+TIMES = RecorderTimes(ttl_s=1.0, call_s=0.3, retry_s=0.01, reconcile_s=0.05)
 
 
 def engine(boot_id: str = "boot-1") -> Engine:
@@ -117,7 +117,7 @@ async def test_a_session_outlives_many_times_its_time_to_live(bench: Bench, runn
     running.put(lease(1), 0)
     await until(lambda: set(bench.leases) == {1})
     generation = bench.leases[1].generation
-    await asyncio.sleep(4 * TIMES.ttl_s)
+    await asyncio.sleep(3 * TIMES.ttl_s)
     assert bench.leases[1].generation == generation
 
 
