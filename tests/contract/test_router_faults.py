@@ -12,7 +12,12 @@ from stubs.engines import MODEL, Received, StubEngine
 from stubs.router import FIRST, Stack, orders, said
 
 BOUND_S = 60.0
-STALLING: dict[str, Any] = {"stall_s": 3.0, "probe_interval_s": 0.02, "suspect_s": 0.0}
+STALLING: dict[str, Any] = {
+    "stall_s": 3.0,
+    "probe_interval_s": 0.02,
+    "probe_timeout_s": 0.5,
+    "suspect_s": 0.0,
+}
 
 
 class Hanging:

@@ -16,7 +16,7 @@ from kvlease.store.port import Batch, Change
 from stubs.records import engine
 from stubs.waiting import eventually
 
-LIMITS = HealthLimits(stall_s=1.0, probe_interval_s=0.01, probe_timeout_s=5.0)
+LIMITS = HealthLimits(stall_s=1.0, probe_interval_s=0.01, probe_timeout_s=0.1)
 
 
 class FakeReply:
@@ -161,6 +161,18 @@ async def test_one_request_that_gets_on_speaks_for_all_of_its_engine(
     assert not slow.done()
     slow.cancel()
     await asyncio.gather(slow, stalled, return_exceptions=True)
+
+
+async def test_a_long_answer_is_waited_for_while_its_engine_answers_probes(
+    fakes: FakeEngines, table: EngineTable, health: EngineHealth
+) -> None:
+    long = asyncio.create_task(ask(health, "engine-1"))
+    await eventually(lambda: fakes.probes >= 2)
+    assert not long.done()
+    assert not suspects(table)
+    fakes.pieces.put_nowait(b"x")
+    fakes.pieces.put_nowait(None)
+    assert await long == b"x"
 
 
 async def test_an_engine_that_leaves_is_stalled_no_more(table: EngineTable) -> None:

@@ -1,8 +1,9 @@
 """Whether engines make progress: one that answers health checks may serve nobody all the same.
 
-An engine is stalled when requests wait for it and no byte of any of them has come for a bound. The requests
-that wait are given up, so that they can be served elsewhere; the engine gets no others while there is a choice,
-and comes back when it answers a probe: a completion of one token.
+An engine is stalled when requests wait for it, no byte of any of them has come for a bound, and it does not answer a
+probe either: a completion of one token. (A long answer that is no stream gives no byte until it is whole.) The
+requests that wait are given up, so that they can be served elsewhere; the engine gets no others while there is a
+choice, and comes back when it answers a probe.
 """
 
 import asyncio
@@ -125,23 +126,34 @@ class EngineHealth:
             group.create_task(self._probe_stalled())
             while True:
                 await asyncio.sleep(interval_s)
-                self._check()
+                await self._check()
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        now_s = self._clock.now_s()
-        for engine in self._engines.all():
-            address = engine.url, self._engines.headers(engine).get(RANK_HEADER, "")
-            seat = self._seats.get(address)
-            if seat is None or not seat.is_stalled(now_s, self._limits.stall_s):
-                continue
-            engine_id = engine.holder.engine_id
-            log.warning("engine stalls", extra={"engine_id": engine_id, "waiting": len(seat.waiting)})
-            self._engines.stall(engine_id)
-            for scope in seat.waiting:
-                scope.reschedule(asyncio.get_running_loop().time())
-            seat.waiting.clear()
+    async def _check(self) -> None:
+        """Asks engines of which nothing comes for one token; those that do not answer are stalled."""
+        silent = [engine for engine in self._engines.all() if self._silent_seat(engine) is not None]
+        await asyncio.gather(*(self._ask_or_give_up(engine) for engine in silent))
+
+    def _silent_seat(self, engine: Engine) -> _Seat | None:
+        """The engine's seat when nothing has come for too long."""
+        seat = self._seats.get((engine.url, self._engines.headers(engine).get(RANK_HEADER, "")))
+        stalled = seat is not None and seat.is_stalled(self._clock.now_s(), self._limits.stall_s)
+        return seat if stalled else None
+
+    async def _ask_or_give_up(self, engine: Engine) -> None:
+        answered, engine_id = await self._answers(engine), engine.holder.engine_id
+        seat = self._silent_seat(engine)
+        if seat is None:
+            return
+        if answered:
+            seat.progress_s = self._clock.now_s()
+            return
+        log.warning("engine stalls", extra={"engine_id": engine_id, "waiting": len(seat.waiting)})
+        self._engines.stall(engine_id)
+        for scope in seat.waiting:
+            scope.reschedule(asyncio.get_running_loop().time())
+        seat.waiting.clear()
 
     async def _probe_stalled(self) -> None:
         while True:
@@ -150,10 +162,15 @@ class EngineHealth:
             await asyncio.gather(*(self._probe(engine) for engine in stalled))
 
     async def _probe(self, engine: Engine) -> None:
+        if await self._answers(engine):
+            log.info("engine answers again", extra={"engine_id": engine.holder.engine_id})
+            self._engines.recover(engine.holder.engine_id)
+
+    async def _answers(self, engine: Engine) -> bool:
         """Asks for one token; any answer that is no fault of the engine's is progress."""
-        engine_id, timeout_s = engine.holder.engine_id, self._limits.probe_timeout_s
+        timeout_s = self._limits.probe_timeout_s
         headers = {
-            **engine_headers((), f"probe-{engine_id}", self._credentials),
+            **engine_headers((), f"probe-{engine.holder.engine_id}", self._credentials),
             **self._engines.headers(engine),
         }
         body = json.dumps({"model": engine.model, "prompt": "x", "max_tokens": 1, "temperature": 0}).encode()
@@ -163,12 +180,9 @@ class EngineHealth:
                 self._port.call("POST", engine.url + PROBE_PATH, headers, body, timeout_s) as reply,
             ):
                 await reply.body()
-                answered = reply.status < 500
+                return reply.status < 500
         except (LegError, TimeoutError):
-            return
-        if answered:
-            log.info("engine answers again", extra={"engine_id": engine_id})
-            self._engines.recover(engine_id)
+            return False
 
 
 class _WatchedReply:
