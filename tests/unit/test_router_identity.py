@@ -49,6 +49,7 @@ def test_the_headers_that_agents_send_name_the_conversation(headers: dict[str, s
         ({"user_id": "{no json"}, ""),
         ({"user_id": "{}" * 5000}, ""),
         ({"user_id": "somebody"}, ""),
+        ({"user_id": '{"session_id": "\\ud800"}'}, ""),
     ],
 )
 def test_metadata_names_the_conversation_or_nothing(metadata: object, expected: str) -> None:

@@ -95,4 +95,7 @@ def _from_metadata(value: object) -> str:
 def _usable(value: object) -> str:
     if not isinstance(value, str):
         return ""
-    return value if len(value.encode(errors="surrogatepass")) <= CONVERSATION_ID_BYTES_MAX else ""
+    try:
+        return value if len(value.encode()) <= CONVERSATION_ID_BYTES_MAX else ""
+    except UnicodeEncodeError:
+        return ""
