@@ -108,12 +108,15 @@ class SecureFleet:
         await sidecar.start()
         self.stack.push_async_callback(sidecar.stop)
         self.sidecars.append(sidecar)
-        engine_certificates = self.authority.issue(self.directory / f"engine-{role.value}")
+        certificates = self.authority.issue(self.directory / f"engine-{role.value}")
+        await self.run_engine(role, port, socket_dir, certificates)
+
+    async def run_engine(self, role: EngineRole, port: int, socket_dir: str, certificates: Path) -> None:
+        """Starts an engine that lives as long as the fleet."""
         stop = asyncio.Event()
         engine = asyncio.create_task(
             serve(
-                SimConfig(port=port, socket_dir=socket_dir, tls_dir=str(engine_certificates), pin_wait_s=9.0),
-                stop,
+                SimConfig(port=port, socket_dir=socket_dir, tls_dir=str(certificates), pin_wait_s=9.0), stop
             )
         )
 
