@@ -41,7 +41,7 @@ async def store(request: pytest.FixtureRequest, etcd: EmbeddedEtcd) -> AsyncIter
 
 
 async def next_batch(batches: AsyncIterator[Batch]) -> Batch:  # type: ignore[type-arg]
-    return await asyncio.wait_for(anext(batches), 10)
+    return await asyncio.wait_for(anext(batches), 30)
 
 
 async def test_a_registered_engine_is_found_and_its_end_removes_it(store: Store) -> None:

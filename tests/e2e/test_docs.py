@@ -23,7 +23,7 @@ from kvlease.runtime.child_process import tied_to_this_process
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 START_S = 90.0
-COMMAND_S = 60.0
+COMMAND_S = 120.0
 BLOCK = re.compile(r"^```(?P<kind>\w+)(?P<run> run)?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -137,7 +137,7 @@ async def output_of(step: Step, served: Served) -> str:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if steps(page)], ids=lambda page: page.stem)
 async def test_the_commands_of_a_page_print_what_it_says(page: Path, served: Served) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -26,7 +26,7 @@ from kvlease.wire.values import duration_to_wire, holder_to_wire, miss_from_wire
 
 from .conftest import TENANT, Fleet, make_ask, make_facts, make_grant, until
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 HELD, ENDED, UNKNOWN = 1, 2, 3
 OTHER_BOOT = Holder("decode-1", "boot-0", 1)
 Stub = registry_pb2_grpc.RegistryServiceStub

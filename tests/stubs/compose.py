@@ -24,21 +24,21 @@ from kvlease.runtime.child_process import tied_to_this_process
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BINARIES = Path(sys.executable).parent
-HEALTHY_S = 90.0
-STOP_S = 20.0
+HEALTHY_S = 180.0
+STOP_S = 60.0
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 # A machine with two cores runs all of it: an answer that takes a millisecond elsewhere may take long.
 PATIENCE = {
-    "KVLEASE_ROUTER_REGISTRY_CALL_S": "8",
-    "KVLEASE_REGISTRY_SIDECAR_CALL_S": "6",
+    "KVLEASE_ROUTER_REGISTRY_CALL_S": "10",
+    "KVLEASE_REGISTRY_SIDECAR_CALL_S": "8",
     "KVLEASE_REGISTRY_STORE_CALL_S": "3",
-    "KVLEASE_SIDECAR_PIN_CALL_S": "2",
-    "KVLEASE_SIDECAR_PEER_CALL_S": "4",
-    "KVLEASE_SIDECAR_HOLDER_CALL_S": "4",
+    "KVLEASE_SIDECAR_PIN_CALL_S": "5",
+    "KVLEASE_SIDECAR_PEER_CALL_S": "7",
+    "KVLEASE_SIDECAR_HOLDER_CALL_S": "5",
     "KVLEASE_SIDECAR_STORE_CALL_S": "3",
-    "KVLEASE_SIM_PIN_WAIT_S": "8",
+    "KVLEASE_SIM_PIN_WAIT_S": "9",
 }
 # What loopback and an etcd from a package need.
 THIS_MACHINE = {
