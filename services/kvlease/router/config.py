@@ -37,6 +37,39 @@ RELOADED_SETTINGS = frozenset(
 )
 """Settings that SIGHUP changes in a router that runs: those of `turn_limits`."""
 
+ABOVE_ZERO = (
+    "body_bytes_max",
+    "responses_max",
+    "responses_bytes_max",
+    "conversations_max",
+    "decode_running_max",
+    "reads_max",
+    "queue_max",
+    "decisions_max",
+    "queue_wait_s",
+    "prefill_timeout_s",
+    "keys_poll_s",
+    "workers",
+    "stall_s",
+    "probe_interval_s",
+    "probe_timeout_s",
+)
+NOT_BELOW_ZERO = (
+    "append_tokens_max",
+    "reuse_tokens_min",
+    "rate_samples_min",
+    "delay_weight",
+    "prefill_inflight_max",
+    "decode_inflight_max",
+    "slow_start_s",
+    "audit_interval_s",
+    "wait_for_offer_s",
+    "suspect_s",
+    "unregistered_s",
+    "stop_grace_s",
+    "tenant_metrics_max",
+)
+
 
 @dataclass(frozen=True)
 class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
@@ -191,6 +224,23 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             f"wait_for_offer_s ({self.wait_for_offer_s:g}) must be below registry_call_s "
             f"({self.registry_call_s:g})",
         )
+        self._validate_tenancy()
+        require(
+            self.stall_s < self.prefill_timeout_s,
+            f"stall_s ({self.stall_s:g}) must be below prefill_timeout_s ({self.prefill_timeout_s:g}): no "
+            f"other request would see a stall",
+        )
+        for name in ABOVE_ZERO:
+            require(getattr(self, name) > 0, f"{name} ({getattr(self, name):g}) must be above 0")
+        for name in NOT_BELOW_ZERO:
+            require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")
+        require(0 <= self.steady_share < 1, f"steady_share ({self.steady_share:g}) must be from 0 to below 1")
+        require(bool(self.registries()), f"registry ({self.registry!r}) must name at least one host:port")
+        addresses = [("registry", address) for address in self.registries()]
+        for name, value in (("listen", self.listen), ("grpc_listen", self.grpc_listen), *addresses):
+            require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
+
+    def _validate_tenancy(self) -> None:
         require(
             not (self.keys_file and self.tenant_header),
             f"keys_file ({self.keys_file!r}) and tenant_header ({self.tenant_header!r}) exclude each other",
@@ -204,50 +254,6 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             f"tenant_header ({self.tenant_header!r}) needs tenant_header_networks "
             f"({self.tenant_header_networks!r})",
         )
-        require(
-            self.stall_s < self.prefill_timeout_s,
-            f"stall_s ({self.stall_s:g}) must be below prefill_timeout_s ({self.prefill_timeout_s:g}): no "
-            f"other request would see a stall",
-        )
-        for name in (
-            "body_bytes_max",
-            "responses_max",
-            "responses_bytes_max",
-            "conversations_max",
-            "decode_running_max",
-            "reads_max",
-            "queue_max",
-            "decisions_max",
-            "queue_wait_s",
-            "prefill_timeout_s",
-            "keys_poll_s",
-            "workers",
-            "stall_s",
-            "probe_interval_s",
-            "probe_timeout_s",
-        ):
-            require(getattr(self, name) > 0, f"{name} ({getattr(self, name):g}) must be above 0")
-        for name in (
-            "append_tokens_max",
-            "reuse_tokens_min",
-            "rate_samples_min",
-            "delay_weight",
-            "prefill_inflight_max",
-            "decode_inflight_max",
-            "slow_start_s",
-            "audit_interval_s",
-            "wait_for_offer_s",
-            "suspect_s",
-            "unregistered_s",
-            "stop_grace_s",
-            "tenant_metrics_max",
-        ):
-            require(getattr(self, name) >= 0, f"{name} ({getattr(self, name):g}) must not be below 0")
-        require(0 <= self.steady_share < 1, f"steady_share ({self.steady_share:g}) must be from 0 to below 1")
-        require(bool(self.registries()), f"registry ({self.registry!r}) must name at least one host:port")
-        addresses = [("registry", address) for address in self.registries()]
-        for name, value in (("listen", self.listen), ("grpc_listen", self.grpc_listen), *addresses):
-            require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
 
     def registries(self) -> tuple[str, ...]:
         """Addresses of the registries."""
