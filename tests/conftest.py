@@ -4,6 +4,14 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is. Every run tries the same examples, so that what it says is
+# about the change; `pytest --hypothesis-profile=explore` looks for new ones.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", PATIENT)
+settings.register_profile("kvlease", PATIENT, derandomize=True)
+settings.load_profile("kvlease")
 
 
 @pytest.fixture(autouse=True)
