@@ -1,6 +1,8 @@
 """The HTTP client towards engines, against a server that sends any bytes."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -265,3 +267,20 @@ async def test_an_answer_that_came_in_full_and_was_not_read_is_no_part_of_the_ne
             assert reply.status == 503
         assert await built.ask() == (200, b"hello")
         assert built.connections == 2
+
+
+async def test_an_answer_without_a_length_whose_connection_is_reset_is_not_whole() -> None:
+    begun = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nto the")
+        await begun.wait()
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+
+    async with site(serve) as built, built.engines.call("POST", built.url, {}, b"", 20.0) as reply:
+        begun.set()
+        with pytest.raises(LegError):
+            await reply.body()

@@ -68,7 +68,7 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         self.reusable = False
         framed = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
-        if self.status and not framed:
+        if self.status and not framed and exc is None:
             self.ended = True
         if not self.ended:
             told = "broke off" if self.status else "never began"
