@@ -22,6 +22,7 @@ from kvlease.core.planning import (
 )
 from kvlease.core.rates import Line
 from kvlease.core.records import EngineRole
+from kvlease.dev.engine_process import free_ports
 from kvlease.router.decisions import DecisionLog
 
 LINE = Line(0.01, 1e-4, 100)
@@ -107,6 +108,11 @@ def test_explain_says_when_this_version_would_decide_otherwise(
 )
 def test_explain_refuses_what_makes_no_sense(arguments: list[str]) -> None:
     assert cli.main(["explain", *arguments]) == 2
+
+
+def test_explain_tells_a_router_that_does_not_answer_from_a_wrong_command_line() -> None:
+    (port,) = free_ports(1)
+    assert cli.main(["explain", "--router", f"http://127.0.0.1:{port}", "--turn", "turn-1"]) == 3
 
 
 def test_a_file_that_cannot_be_written_stops_no_turn(tmp_path: Path) -> None:

@@ -40,12 +40,13 @@ def run(arguments: Namespace) -> int:
         return 2
     try:
         decisions = _from_file(arguments) if arguments.file else asyncio.run(_from_router(arguments))
-    except (InvalidArgument, OSError, UnicodeDecodeError) as error:
-        print(f"kvlease explain: {error}", file=sys.stderr)
-        return 2
+    # First: aiohttp's errors of connections are OSErrors, too.
     except (aiohttp.ClientError, TimeoutError) as error:
         print(f"kvlease explain: no answer from {arguments.router}: {type(error).__name__}", file=sys.stderr)
         return 3
+    except (InvalidArgument, OSError, UnicodeDecodeError) as error:
+        print(f"kvlease explain: {error}", file=sys.stderr)
+        return 2
     if not decisions:
         print("kvlease explain: no such decision", file=sys.stderr)
         return 2
