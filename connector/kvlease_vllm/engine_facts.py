@@ -31,7 +31,7 @@ def describe_engine(
     refusal = retain_refusal(vllm_config, kv_cache_config, nixl_scheduler)
     return EngineFacts(
         holder=holder,
-        model=vllm_config.model_config.model,
+        model=str(vllm_config.model_config.served_model_name),
         layout=describe_layout(vllm_config, kv_cache_config, vllm_version),
         location=KvLocation(
             side_channel_host=nixl_scheduler.side_channel_host,

@@ -173,3 +173,8 @@ async def test_a_turn_sent_the_moment_the_stream_ended_still_hits(
         assert record["outcome"] == ("read" if route.startswith("readback") else "")
     for history, reply in turns:
         assert reply.equals(await pair.cold(history, max_tokens=reply_tokens))
+
+
+async def test_an_engine_is_registered_by_the_name_that_clients_ask_for(pair: Pair) -> None:
+    """A router that knows a lease by its record alone goes by it, and so does one with engines of two models."""
+    assert {engine.model for engine in await pair.stack.store.list_engines()} == {MODEL}

@@ -226,6 +226,19 @@ def test_a_conversation_of_another_router_is_branched_when_it_has_no_id(world: W
     assert world.signal(world.table.open(request([USER]))) is PlanReason.FIRST_TURN
 
 
+def test_a_conversation_of_another_router_goes_on_under_another_name_of_its_model(world: World) -> None:
+    world.table.apply(Batch((Change(lease_record(9, conversation_key(TENANT, "c"))),), snapshot=True))
+    signal = world.signal(world.table.open(request(NEXT, "c", "an adapter of m")))
+    assert isinstance(signal, LeaseSignal)
+
+
+def test_a_conversation_of_another_router_does_not_go_on_with_the_model_of_other_engines(world: World) -> None:
+    other = replace(ENGINE, holder=replace(HOLDER, engine_id="other"), url="http://other:1", model="other")
+    world.engines.apply(Batch((Change(other),)))
+    world.table.apply(Batch((Change(lease_record(9, conversation_key(TENANT, "c"))),), snapshot=True))
+    assert world.signal(world.table.open(request(NEXT, "c", "other"))) is PlanReason.MODEL_CHANGED
+
+
 def test_another_tenants_record_is_not_adopted(world: World) -> None:
     record = replace(lease_record(9, conversation_key(TENANT, "c")), tenant=tenant_digest("other"))
     world.table.apply(Batch((Change(record),), snapshot=True))

@@ -17,6 +17,8 @@ class ConversationLease:
     """The lease of a conversation's latest turn.
 
     Attributes:
+        model: the name that the client asked for; empty when another router granted the lease, since a record
+            names the model of the engine, for which a client may say an adapter's name or another one.
         tokens: 0 when it is not known.
         traceparent: names the span of the turn that granted it; empty when that was not traced, or not here.
     """

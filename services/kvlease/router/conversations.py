@@ -93,10 +93,12 @@ class ConversationTable:
         base = turn.base
         if base is None:
             return PlanReason.FIRST_TURN if turn.first else PlanReason.LEASE_MISSING
-        if base.model != turn.model:
+        if base.model not in ("", turn.model):
             return PlanReason.MODEL_CHANGED
         if not self._engines.holds(base.holder):
             return PlanReason.LEASE_LOST
+        if not self._engines.serves(base.holder, turn.model):
+            return PlanReason.MODEL_CHANGED
         belief = self._renewals.belief(self._clock.now_s(), base.lease_id)
         if belief is Belief.MISSED:
             return REASON_OF_MISS[self._renewals.miss(base.lease_id)]
@@ -235,7 +237,7 @@ class ConversationTable:
         """Takes over a lease that another router granted; nothing is believed of it before an ack."""
         self._renewals.expect(self._clock.now_s(), record.lease_id, record.holder.engine_id)
         leaf = Leaf(record.chain_keys)
-        return ConversationLease(record.lease_id, record.holder, record.model, leaf, record.tokens)
+        return ConversationLease(record.lease_id, record.holder, "", leaf, record.tokens)
 
     # --- inside -------------------------------------------------------------------------------------------
 

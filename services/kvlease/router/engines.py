@@ -93,6 +93,11 @@ class EngineTable:
         engine = self._engines.get(holder.engine_id)
         return engine is not None and engine.holder.answers_for(holder)
 
+    def serves(self, holder: Holder, model: str) -> bool:
+        """Whether a registered engine is among those that may serve a model (see `signals`)."""
+        engine = self._engines.get(holder.engine_id)
+        return engine is not None and self.pool_of(model) in ("", engine.model)
+
     def signals(self, model: str) -> tuple[EngineSignal, ...]:
         """The engines that may serve a model: those that say so, else all (an adapter has its own name)."""
         known = [*self._engines.values(), *self._last_resort()]
