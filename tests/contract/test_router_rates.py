@@ -1,12 +1,14 @@
 """Once every rate has been measured, predicted times choose the path."""
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvlease.core.decisions import Decision
 from kvlease.core.turn import TurnReport
-from stubs.engines import StubEngine
+from stubs.engines import Received, StubEngine
 from stubs.router import FIRST, LONG, Stack, said
 
 
@@ -32,3 +34,39 @@ async def test_streamed_turns_teach_every_rate_and_then_predicted_times_decide(
     plan = Decision.from_json(read.json).plan
     assert plan is not None
     assert len(plan.prices) == 3
+
+
+async def test_what_a_decode_engine_reads_or_computes_counts_until_its_first_byte(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlease.router.loads.READ_COUNTED_S", 3600.0)
+    asked, go_on = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def answer_when_told(request: web.Request, received: Received) -> web.StreamResponse:
+        asked.release()
+        await go_on.acquire()
+        return await decode.answer(request, received)
+
+    async def loads() -> dict[str, tuple[int, bool]]:
+        """READs of each engine, and whether it has prompts to compute, as a turn's plan saw them."""
+        other = asyncio.create_task(stack.chat(FIRST, conversation_id="other"))
+        await asked.acquire()
+        go_on.release()
+        request_id = (await other).headers["X-Request-Id"]
+        read = await stack.send("GET", f"/v1/kvlease/decisions/{request_id}")
+        signals = Decision.from_json(read.json).signals.engines
+        return {one.engine_id: (one.reads, one.backlog_tokens > 0) for one in signals}
+
+    decode.script = answer_when_told
+    messages = FIRST
+    for text, expected in (
+        ("more", {"prefill-1": (1, False), "decode-1": (1, False)}),
+        ("and more", {"prefill-1": (0, False), "decode-1": (0, True)}),
+    ):
+        turn = asyncio.create_task(stack.chat(messages, conversation_id="c", stream=True))
+        await asked.acquire()
+        assert await loads() == expected
+        go_on.release()
+        await turn
+        assert await loads() == dict.fromkeys(expected, (0, False))
+        messages = said(messages, "hello", text)

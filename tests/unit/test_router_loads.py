@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvlease.core.cost import TokenEstimate
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState
 from kvlease.core.planning import EngineSignal
@@ -11,7 +12,7 @@ from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.core.turn import TurnReport
 from kvlease.router.engines import EngineTable
-from kvlease.router.loads import EngineLoads, LoadLimits
+from kvlease.router.loads import READ_COUNTED_S, EngineLoads, LoadLimits
 from kvlease.store.port import Batch, Change
 from kvlease.testing.clock import ManualClock
 
@@ -116,3 +117,25 @@ def test_what_an_engine_holds_is_the_sum_of_its_recorded_leases() -> None:
     assert loads.seen(signal, prefills=False).held_tokens == 150
     loads.apply_leases(Batch((), snapshot=True))
     assert loads.seen(signal, prefills=False).held_tokens == 0
+
+
+def test_a_read_whose_end_nobody_tells_of_counts_for_a_while_only() -> None:
+    clock = ManualClock()
+    loads = EngineLoads(clock)
+    with loads.reading("p", "d"):
+        clock.advance(READ_COUNTED_S / 2)
+        with loads.reading("p", "e"):
+            assert loads.seen(P, prefills=True).reads == 2
+            clock.advance(READ_COUNTED_S / 2)
+            assert loads.seen(P, prefills=True).reads == 1
+        assert loads.seen(P, prefills=True).reads == 0
+        clock.advance(READ_COUNTED_S)
+    assert loads.seen(P, prefills=True).reads == 0
+
+
+def test_signals_say_what_the_prefix_cache_of_each_engine_is_likely_to_hold() -> None:
+    loads = EngineLoads(ManualClock())
+    loads.prefilled(engine("p"), "", 0.0, TurnReport(1000, 0, 0, 0, "none"), (1, 2))
+    signals = (P, replace(P, engine_id="q"))
+    seen = loads.with_cached(signals, (1, 2, 3), (100, 200, 300), TokenEstimate(0.5))
+    assert [one.cached_tokens for one in seen] == [100, 0]

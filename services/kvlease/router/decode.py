@@ -6,7 +6,7 @@ Passes the decode engine's answer to the client, and grants the turn's lease whe
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from kvlease.core.lease import LeaseKind
@@ -157,7 +157,8 @@ class DecodeLeg:
             turn.loose_pins.pop(handover.pin_id, None)
         turn.decode_begun_s = services.clock.now_s()
         try:
-            with services.engines.running(engine_id):
+            with services.engines.running(engine_id), turn.until_first_byte as load:
+                self._count(load, turn, engine_id, handover)
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
                     if _can_differ(reply.status) and self._can_replace(turn, tried):
                         fault = reply.status not in NOT_SERVED
@@ -174,6 +175,16 @@ class DecodeLeg:
         finally:
             if handover is not None and handover.pin_id not in turn.loose_pins:
                 services.renewals.drop_pin(handover.pin_id)
+
+    def _count(self, load: ExitStack, turn: Turn, engine_id: str, handover: PinnedLease | None) -> None:
+        """What the leg asks of the engine before its first byte, and of the one that it reads."""
+        loads, signals = self._services.engines.loads, turn.signals
+        if handover is not None:
+            load.enter_context(loads.reading(handover.holder.engine_id, engine_id))
+        elif signals is not None:
+            suffix_tokens = _suffix_tokens(turn, engine_id)
+            tokens = signals.prompt_tokens if suffix_tokens is None else suffix_tokens
+            load.enter_context(loads.computing(engine_id, tokens))
 
     def _params(self, turn: Turn, handover: PinnedLease | None) -> TurnParams | None:
         read = (
@@ -263,6 +274,7 @@ class DecodeLeg:
 
     async def _pass(self, turn: Turn, handover: PinnedLease | None, reply: EngineReply, data: bytes) -> None:
         if not turn.answered:
+            turn.until_first_byte.close()
             turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
             self._measure(turn, handover)
             if handover is not None:
@@ -273,14 +285,12 @@ class DecodeLeg:
 
     def _measure(self, turn: Turn, handover: PinnedLease | None) -> None:
         """Learns from a first byte how fast KV comes from a prefill engine, or how fast the engine appends."""
-        services, signals = self._services, turn.signals
+        services = self._services
         engine = services.engines.get(turn.record.decode_engine_id)
-        if engine is None or signals is None:
+        if engine is None:
             return
         seconds = services.clock.now_s() - turn.decode_begun_s
-        lease = signals.lease
-        here = isinstance(lease, LeaseSignal) and lease.engine_id == engine.holder.engine_id
-        suffix_tokens = lease.suffix_tokens if isinstance(lease, LeaseSignal) and here else None
+        suffix_tokens = _suffix_tokens(turn, engine.holder.engine_id)
         if handover is not None:
             tokens = turn.record.prompt_tokens if suffix_tokens is None else suffix_tokens
             services.engines.loads.handed_over(handover.holder.engine_id, engine, tokens, seconds)
@@ -328,6 +338,12 @@ class DecodeLeg:
         self._services.conversations.learn(
             turn.opened, record.lease_id, usage.prompt_tokens, usage.completion_tokens
         )
+
+
+def _suffix_tokens(turn: Turn, engine_id: str) -> int | None:
+    """Tokens of the prompt after what the engine itself holds; None when it holds nothing of it."""
+    lease = turn.signals.lease if turn.signals is not None else None
+    return lease.suffix_tokens if isinstance(lease, LeaseSignal) and lease.engine_id == engine_id else None
 
 
 def _can_differ(status: int) -> bool:

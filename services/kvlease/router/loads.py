@@ -1,11 +1,13 @@
 """How busy engines are and how fast, as this router sees them: what its own legs taught it."""
 
+import itertools
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvlease.core.clock import Clock
+from kvlease.core.cost import TokenEstimate
 from kvlease.core.planning import EngineSignal, ReadRates
 from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.rates import RateTable, ServiceMeter
@@ -15,6 +17,10 @@ from kvlease.store.port import Batch
 
 WARMTH_MIN = 0.1
 """The share of an engine that joins this moment: it needs turns to show what it can."""
+
+READ_COUNTED_S = 2.0
+"""A READ counts for at most so long: nobody tells a router when one has ended, only that the answer has come. The
+longest one measured takes 2 s for 128k tokens, and an answer that is no stream may take minutes."""
 
 
 @dataclass(slots=True)
@@ -44,7 +50,7 @@ class EngineLoads:
         self._meters: dict[str, ServiceMeter] = {}
         self._prefixes = PrefixMemory()
         self._backlog: Counter[str] = Counter()
-        self._reads: Counter[str] = Counter()
+        self._reads = _ReadsInFlight(clock)
         self._joined_s: dict[str, float] = {}
         self._held: Counter[str] = Counter()
         self._leases: dict[int, tuple[str, int]] = {}
@@ -86,9 +92,12 @@ class EngineLoads:
 
     @contextmanager
     def reading(self, source_id: str, sink_id: str) -> Generator[None]:
-        """A READ may be under way."""
-        with _counted(self._reads, source_id, 1), _counted(self._reads, sink_id, 1):
+        """A READ may be under way; it counts until the context ends, but for `READ_COUNTED_S` at most."""
+        number = self._reads.begin(source_id, sink_id)
+        try:
             yield
+        finally:
+            self._reads.end(number)
 
     def prefilled(
         self, engine: Engine, source_id: str, began_s: float, report: TurnReport, keys: Sequence[int]
@@ -115,9 +124,24 @@ class EngineLoads:
 
     # --- for the planner ----------------------------------------------------------------------------------
 
-    def cached_bytes(self, keys: Sequence[int], ends: Sequence[int]) -> Mapping[str, int]:
-        """By engine, how much of a prompt's text its prefix cache is likely to hold."""
-        return self._prefixes.cached_bytes(keys, ends)
+    def with_cached(
+        self,
+        signals: Sequence[EngineSignal],
+        keys: Sequence[int],
+        ends: Sequence[int],
+        estimate: TokenEstimate,
+    ) -> tuple[EngineSignal, ...]:
+        """Signals of engines, with how much of a prompt the prefix cache of each is likely to hold.
+
+        Args:
+            keys: the chain over the prompt.
+            ends: bytes of text that each key stands for, those before it included.
+        """
+        cached = self._prefixes.cached_bytes(keys, ends)
+        return tuple(
+            replace(e, cached_tokens=estimate.tokens(cached[e.engine_id])) if e.engine_id in cached else e
+            for e in signals
+        )
 
     def read_rates(self, layout_hash: str) -> ReadRates:
         """How long KV of a layout takes from engine to engine."""
@@ -139,7 +163,7 @@ class EngineLoads:
             warmth=warmth,
             backlog_tokens=self._backlog[engine_id],
             held_tokens=self._held[engine_id],
-            reads=self._reads[engine_id],
+            reads=self._reads.count(engine_id),
             prefill=self._rates.prefill_line(engine_id, group),
         )
 
@@ -149,6 +173,40 @@ class EngineLoads:
             return 1.0
         share = (self._clock.now_s() - joined_s) / self.limits.slow_start_s
         return min(1.0, max(WARMTH_MIN, share))
+
+
+class _ReadsInFlight:
+    """Counts READs by the engines at their ends."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._begun: dict[int, tuple[float, tuple[str, str]]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, source_id: str, sink_id: str) -> int:
+        """Counts a READ from here on; the number ends it."""
+        number = next(self._numbers)
+        self._begun[number] = self._clock.now_s(), (source_id, sink_id)
+        self._counts.update((source_id, sink_id))
+        return number
+
+    def end(self, number: int) -> None:
+        """Counts a READ no longer; nothing changes for one that counts no longer."""
+        begun = self._begun.pop(number, None)
+        if begun is not None:
+            for engine_id in begun[1]:
+                _take(self._counts, engine_id, 1)
+
+    def count(self, engine_id: str) -> int:
+        """READs in flight at an engine."""
+        until_s = self._clock.now_s() - READ_COUNTED_S
+        while self._begun:
+            number, begun = next(iter(self._begun.items()))
+            if begun[0] > until_s:
+                break
+            self.end(number)
+        return self._counts[engine_id]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from kvlease.router.turn import (
     refused,
     unavailable,
 )
+from kvlease.router.unserved import NONE_REGISTERED, Unserved, unserved
 from kvlease.wire import attributes
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class TurnRunner:
                 turn = self._plan(request, head, client, opened)
                 services.tracing.planned(turn.plan if turn is not None else None)
             if turn is None:
-                await unavailable(client, head, "no engine that decodes is registered")
+                why = self._unserved(request)
+                await unavailable(client, head, why.message, why.code)
                 return
             opened.conversation.turns.append(turn.record)
             async with asyncio.timeout(services.limits.turn_timeout_s):
@@ -74,6 +76,10 @@ class TurnRunner:
             services.conversations.close(opened)
             if turn is not None:
                 self._close(turn)
+
+    def _unserved(self, request: TurnRequest) -> Unserved:
+        engines = self._services.engines.signals(request.model)
+        return unserved(e.draining for e in engines if e.role is EngineRole.DECODE) or NONE_REGISTERED
 
     def _plan(
         self, request: TurnRequest, head: RequestHead, client: ClientPort, opened: OpenTurn
@@ -93,11 +99,7 @@ class TurnRunner:
         engines = services.engines.signals(request.model)
         loads, estimate = services.engines.loads, conversation.estimate
         if transcript is not None:
-            cached = loads.cached_bytes(transcript.keys, transcript.ends)
-            engines = tuple(
-                replace(e, cached_tokens=estimate.tokens(cached[e.engine_id])) if e.engine_id in cached else e
-                for e in engines
-            )
+            engines = loads.with_cached(engines, transcript.keys, transcript.ends, estimate)
         layout_hash = next((e.layout_hash for e in engines if e.role is EngineRole.DECODE), "")
         lease = services.conversations.lease_signal(opened)
         mode = services.reuse.mode(request.model, request.tenant)

@@ -6,6 +6,7 @@ reservation, since its READ may still be running.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 
 from kvlease.core.clock import Clock
@@ -112,6 +113,7 @@ class Turn:
         report: what the prefill engine's connector did.
         memory: what it takes to resume the stream; None: that is not wanted, or not possible.
         reader: has read what came of a stream so far.
+        until_first_byte: what the decode engine is counted to have to do, until its first byte reached the client.
     """
 
     request: TurnRequest
@@ -128,6 +130,7 @@ class Turn:
     report: TurnReport | None = None
     memory: StreamMemory | None = None
     reader: ReplyReader | None = None
+    until_first_byte: ExitStack = field(default_factory=ExitStack)
 
     def change_plan(self, changed: Plan) -> None:
         """Takes another path than planned at first."""
@@ -194,10 +197,10 @@ def route_headers(turn: Turn) -> dict[str, str]:
     return headers
 
 
-async def unavailable(client: ClientPort, head: RequestHead, message: str) -> None:
+async def unavailable(client: ClientPort, head: RequestHead, message: str, code: str = "unavailable") -> None:
     """Tells the client that nobody can serve the turn for the moment."""
     headers = {**JSON_HEADERS, "Retry-After": "1", "X-Request-Id": head.request_id}
-    await client.answer(503, headers, error_body(503, message, "unavailable", head.api))
+    await client.answer(503, headers, error_body(503, message, code, head.api))
 
 
 async def overloaded(client: ClientPort, head: RequestHead, refusal: Overloaded) -> None:
