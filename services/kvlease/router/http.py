@@ -19,6 +19,8 @@ from kvlease.router.passing import PassThrough, passed_request
 from kvlease.router.response_api import ResponseApi
 from kvlease.router.runner import TurnRunner
 from kvlease.router.turn import RequestHead, TurnServices
+from kvlease.router.unserved import unserved
+from kvlease.runtime.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -160,22 +162,24 @@ class Front:
 
     async def _root(self, _request: web.Request) -> web.StreamResponse:
         """Agents ask it to see whether anybody is there."""
-        return json_answer({"service": "kvlease-router"})
+        return json_answer({"service": Identity.ROUTER.value})
 
     async def _live(self, _request: web.Request) -> web.StreamResponse:
         """The process serves; restarting it helps nobody."""
         return json_answer({"status": "ok"})
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        """Whether turns can be served: 503 until a decode engine is there."""
-        counts = {role.value: len(self._services.engines.all(role)) for role in EngineRole}
-        able = counts[EngineRole.DECODE.value] > 0
+        """Whether turns can be served: 503 until a decode engine takes them."""
+        engines = self._services.engines
+        counts = {role.value: len(engines.all(role)) for role in EngineRole}
+        why = unserved(engine.draining for engine in engines.all(EngineRole.DECODE))
         body = {
-            "status": "ok" if able else "no decode engine is registered",
+            "service": Identity.ROUTER.value,
+            "status": "ok" if why is None else why.message,
             "engines": counts,
             "recorded_leases": self._services.conversations.recorded_leases,
         }
-        return json_answer(body, 200 if able else 503)
+        return json_answer(body, 200 if why is None else 503)
 
 
 def _spellings(path: str) -> tuple[str, ...]:
