@@ -1,8 +1,11 @@
 """The router's HTTP surface beside turns: bodies, ids, conversations, health."""
 
+import asyncio
 import io
 import json
+from dataclasses import replace
 
+import grpc.aio
 import pytest
 
 from stubs.engines import MODEL, StubEngine
@@ -157,6 +160,69 @@ async def test_health_follows_the_engines(stack: Stack, prefill: StubEngine, dec
     stack.registry.unregister(decode.engine)
     await stack.know(1)
     assert (await stack.send("GET", "/health")).status == 503
+
+
+async def test_health_says_whose_it_is(stack: Stack, decode: StubEngine) -> None:
+    assert (await stack.send("GET", "/health")).json["service"] == "kvlease-router"
+
+
+async def test_turns_are_refused_with_a_reason_of_its_own_while_every_decode_engine_drains(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    async def refusal() -> tuple[int, str, str]:
+        answer = await stack.chat(FIRST)
+        error = answer.json.get("error", {})
+        return answer.status, error.get("code", ""), error.get("message", "")
+
+    stack.registry.register(replace(decode.engine, draining=True))
+    draining = (503, "decode_engines_draining", "every decode engine is draining")
+    async with asyncio.timeout(30):
+        while await refusal() != draining:
+            pass
+    health = await stack.send("GET", "/health")
+    assert (health.status, health.json["status"]) == (503, "every decode engine is draining")
+    stack.registry.register(decode.engine)
+    async with asyncio.timeout(30):
+        while (await refusal())[0] != 200:
+            pass
+
+
+async def test_without_a_decode_engine_turns_are_refused_as_unavailable(
+    stack: Stack, prefill: StubEngine
+) -> None:
+    answer = await stack.chat(FIRST)
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["message"]) == (
+        503,
+        "unavailable",
+        "no decode engine is registered",
+    )
+    assert answer.headers["Retry-After"] == "1"
+
+
+async def test_a_grpc_client_at_the_http_address_is_one_line_in_the_log(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with grpc.aio.insecure_channel(stack.router.url.removeprefix("http://")) as channel:
+        call = channel.unary_unary("/kvlease.v1.RoutingService/GetConversation")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(b"", timeout=30.0)
+    told = [record for record in caplog.records if record.name == "kvlease.http"]
+    assert {(record.levelname, record.exc_info) for record in told} == {("WARNING", None)}
+    assert all("gRPC has its own address" in record.getMessage() for record in told)
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_request_that_cannot_be_read_is_refused_in_one_line_of_the_log(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = stack.router.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.0 400")
+    writer.close()
+    (record,) = [record for record in caplog.records if record.name == "kvlease.http"]
+    assert (record.levelname, record.exc_info, vars(record)["remote"]) == ("WARNING", None, host)
 
 
 async def test_metrics_count_turns_by_path_and_reason(

@@ -26,6 +26,7 @@ from kvlease.router.turn import TurnServices
 from kvlease.runtime.admin import AdminServer
 from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.grpc_server import GrpcServer
+from kvlease.runtime.http_log import server_logger
 from kvlease.runtime.identity import Identity
 from kvlease.runtime.metrics import Metrics
 from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry, make_telemetry
@@ -167,7 +168,11 @@ class RouterServer:
         app = Front(services, TurnRunner(services), options).application()
         app.on_response_prepare.append(count_answers(self._metrics))
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=config.stop_grace_s
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=config.stop_grace_s,
+            logger=server_logger,
         )
         await runner.setup()
         self._exit.push_async_callback(runner.cleanup)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.runtime.config import require, setting
+from kvlease.runtime.http_log import server_logger
 from kvlease.runtime.metrics import Metrics
 from kvlease.runtime.tls import Tls
 
@@ -63,7 +64,7 @@ class AdminServer:
             raise InvalidArgument(f"admin_token_file: {self._token_file} cannot be read or is empty")
         app = web.Application()
         app.router.add_get("/metrics", self._scrape)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=server_logger)
         await runner.setup()
         self._runner = runner
         host, _, port = self._listen.rpartition(":")
