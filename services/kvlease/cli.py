@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from kvlease import __version__
+from kvlease.operator.command import Parser
 
 COMMANDS = {
     "registry": ("kvlease.registry.main", "serve engines and leases, and the way to their holders"),
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser_of(name: str) -> ArgumentParser:
     """The parser of one subcommand."""
     module_name, meaning = COMMANDS[name]
-    parser = ArgumentParser(prog=f"kvlease {name}", description=meaning)
+    parser = Parser(prog=f"kvlease {name}", description=meaning)
     import_module(module_name).add_arguments(parser)
     return parser
 

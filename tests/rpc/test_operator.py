@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvlease.cli import COMMANDS, parser_of
 from kvlease.core.attachment import EngineFacts
@@ -22,6 +23,7 @@ from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
 from kvlease.operator import command as operator_command
 from kvlease.operator import leases
+from kvlease.operator.flags import base_url, host_port
 from kvlease.testing.connector import FakeConnector
 from kvlease.v1 import registry_pb2
 from kvlease.wire.values import duration_to_wire
@@ -148,6 +150,130 @@ async def test_health_looks_into_the_environment_when_no_flag_names_anything(
     assert (said.status, said.json[0]["process"]) == (0, "registry")
 
 
+async def test_health_of_a_process_of_another_kind_is_a_problem(fleet: Fleet, pair: Pair, run: Run) -> None:
+    registry, sidecar = address(fleet), fleet.sidecars[0].address
+    said = await run("health", "--registry", sidecar, "--sidecar", registry, "--output", "json")
+    assert (said.status, [row["detail"] for row in said.json]) == (
+        1,
+        ["answers, but is no registry", "answers, but is no sidecar"],
+    )
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"ok"])
+async def test_health_of_an_engine_that_is_named_as_a_router_is_a_problem(run: Run, raw: bytes) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=raw)
+
+    app = web.Application()
+    app.router.add_get("/health", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        for more in ((), ("--live",)):
+            said = await run("health", "--router", url, "--output", "json", *more)
+            assert (said.status, said.json[0]["detail"]) == (1, "answers, but is no router")
+    finally:
+        await runner.cleanup()
+
+
+async def test_health_refuses_an_address_of_the_environment_that_is_of_the_wrong_kind(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLEASE_ROUTER", "127.0.0.1:8000")
+    said = await run("health")
+    assert said.status == 2
+    assert "KVLEASE_ROUTER" in said.err
+    assert "http://127.0.0.1:8000" in said.err
+
+
+# --- what makes no sense --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("health", "--registry", "http://127.0.0.1:7700"), "host:port, as 127.0.0.1:7700 is"),
+        (("health", "--router", "127.0.0.1:8000"), "as http://127.0.0.1:8000 is"),
+        (("health", "--router", "ftp://host:1"), "as http://127.0.0.1:8000 is"),
+        (("health", "--router", "http://host:port"), "as http://127.0.0.1:8000 is"),
+        (("engines", "--registry", "https://registry:7700"), "host:port, as 127.0.0.1:7700 is"),
+        (("engines", "--registry", "registry"), "host:port, as 127.0.0.1:7700 is"),
+        (("engines", "--registry", "registry:70000"), "host:port, as 127.0.0.1:7700 is"),
+        (("engines", "--registry", "::1:7700"), "host:port, as 127.0.0.1:7700 is"),
+        (("conversation", "c", "--routing", "http://127.0.0.1:8000"), "host:port, as 127.0.0.1:7700 is"),
+        (("explain", "--router", "127.0.0.1:8000", "--turn", "t"), "as http://127.0.0.1:8000 is"),
+        (("top", "--count", "0"), "a whole number from 1 on"),
+        (("top", "--count", "-1"), "a whole number from 1 on"),
+        (("leases", "watch", "--count", "0"), "a whole number from 1 on"),
+    ],
+)
+async def test_a_wrong_use_is_refused_with_what_is_wanted(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], wanted: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        await run(*arguments)
+    assert refused.value.code == 2
+    assert wanted in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refused:
+        await run(*arguments, "--output", "json")
+    printed = capsys.readouterr()
+    assert (refused.value.code, printed.out) == (2, "")
+    error = json.loads(printed.err)["error"]
+    assert (error["reason"], error["exit_status"]) == ("usage", 2)
+    assert wanted in error["message"]
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:7700", "[::1]:7700", "registry-0.registry:1"])
+def test_what_is_host_and_port_is_taken(text: str) -> None:
+    assert host_port(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["http://127.0.0.1:8000/", "https://router", "http://[::1]:8000", "http://h/a"]
+)
+def test_what_is_a_base_url_is_taken_without_the_slash_at_its_end(text: str) -> None:
+    assert base_url(text) == text.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "status"),
+    [
+        (("leases", "get", lease_id_to_hex(7)), "not_found", 1),
+        (("drain", "nobody"), "not_found", 1),
+        (("health",), "usage", 2),
+        (("explain",), "usage", 2),
+    ],
+)
+async def test_what_stops_a_command_is_json_on_standard_error_where_json_is_wanted(
+    fleet: Fleet, run: Run, arguments: tuple[str, ...], reason: str, status: int
+) -> None:
+    registry = ("--registry", address(fleet)) if arguments[0] in ("leases", "drain") else ()
+    said = await run(*arguments, *registry, "--output", "json")
+    error = json.loads(said.err)["error"]
+    assert (said.status, said.out) == (status, "")
+    assert (error["reason"], error["exit_status"]) == (reason, status)
+
+
+async def test_a_silent_registry_is_json_on_standard_error_too(run: Run) -> None:
+    where = f"127.0.0.1:{free_ports(1)[0]}"
+    said = await run("engines", "--registry", where, "--timeout-s", "2", "--output", "json")
+    assert (said.status, said.out) == (3, "")
+    assert json.loads(said.err)["error"] == {
+        "command": "engines",
+        "message": f"the registry at {where} does not answer",
+        "reason": "unreachable",
+        "exit_status": 3,
+    }
+
+
+async def test_a_sidecar_that_is_asked_as_a_registry_is_a_problem(fleet: Fleet, pair: Pair, run: Run) -> None:
+    said = await run("engines", "--registry", fleet.sidecars[0].address)
+    assert said.status == 1
+    assert "another kind of process" in said.err
+
+
 # --- engines --------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +396,29 @@ async def test_a_drained_engine_is_registered_so_until_it_is_undone(
     await until(taking_turns)
 
 
+async def test_a_drain_of_the_last_engine_of_a_role_warns_and_the_doctor_finds_it(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    await fleet.connector(await fleet.sidecar(EngineRole.PREFILL), facts("prefill-2"))
+    flags = ("--registry", address(fleet), "--output", "json")
+    assert (await run("drain", "prefill-1", *flags)).err == ""
+    said = await run("drain", "decode-1", *flags)
+    warning = json.loads(said.err)["warning"]
+    assert (said.status, warning["reason"]) == (0, "last_of_its_role")
+    assert "decode-1 was the last decode engine of tiny" in warning["message"]
+
+    async def found() -> bool:
+        _, seen = await findings(run, fleet, "--timeout-s", "15")
+        problem = seen.get(("roles", "tiny"))
+        return problem is not None and problem["verdict"] == "problem"
+
+    await until(found)
+    plain = await run("drain", "prefill-2", "--registry", address(fleet))
+    assert plain.status == 0
+    assert plain.err.startswith("kvlease drain: warning: prefill-2 was the last prefill engine of tiny")
+    assert (await run("drain", "decode-1", "--undo", *flags)).err == ""
+
+
 async def test_a_drain_that_waits_for_a_read_longer_than_told_is_a_problem(
     fleet: Fleet, pair: Pair, run: Run
 ) -> None:
@@ -358,7 +507,7 @@ async def test_the_doctor_reads_version_and_room_of_a_real_etcd(
     finally:
         await etcd.stop()
     assert found["etcd_quota", f"etcd {etcd.endpoint}"]["verdict"] == "ok"
-    assert ("etcd_version", f"etcd {etcd.endpoint}") in found
+    assert found["etcd_version", f"etcd {etcd.endpoint}"]["verdict"] in ("ok", "advice")
     assert found["etcd", f"etcd {nobody}"]["verdict"] == "problem"
 
 

@@ -103,6 +103,14 @@ def test_explain_says_when_this_version_would_decide_otherwise(
     assert json.loads(capsys.readouterr().out)["same"] is False
 
 
+def test_explain_of_a_turn_that_is_not_there_is_a_problem_and_no_wrong_use(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", str(written), "--turn", "nobody's", "--output", "json"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, json.loads(printed.err)["error"]["reason"]) == ("", "not_found")
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["a", "--router", "http://r"], ["--router", "http://r"], ["/no/such/file"]]
 )

@@ -63,6 +63,17 @@ def test_without_a_decode_engine_nobody_serves() -> None:
     assert "roles" in checks([], Verdict.PROBLEM)
 
 
+@pytest.mark.parametrize(
+    ("role", "verdict"), [(EngineRole.DECODE, Verdict.PROBLEM), (EngineRole.PREFILL, Verdict.ADVICE)]
+)
+def test_a_role_whose_engines_are_all_drained_is_told(role: EngineRole, verdict: Verdict) -> None:
+    drained = engine(role, draining=True)
+    alone = looked(**{role.value: drained})
+    assert f"every {role.value} engine is draining (1)" in checks(alone, verdict)["roles"]
+    other = EngineFindings(engine(role, holder=Holder("other", "boot")), GAUGES, True, True)
+    assert "roles" not in checks([*alone, other], verdict)
+
+
 def test_engines_of_different_layouts_are_told_with_what_differs() -> None:
     other = replace(LAYOUT, layout_hash="other", block_size=16)
     decode = engine(EngineRole.DECODE, layout=other)
@@ -150,7 +161,7 @@ def test_a_connector_of_another_version_is_an_advice() -> None:
     ("found", "problem"),
     [
         (EtcdFindings("e:1", "3.5.23", 10), None),
-        (EtcdFindings("e:1", "3.5.22", 10), "etcd_version"),
+        (EtcdFindings("e:1", "3.5.22", 10), None),
         (EtcdFindings("e:1", "3.6.0", 90, 100), "etcd_quota"),
         (EtcdFindings("e:1", "3.6.0", 10, 100, ("alarm:NOSPACE",)), "etcd_alarm"),
         (EtcdFindings("e:1", failure="no answer"), "etcd"),
@@ -159,3 +170,10 @@ def test_a_connector_of_another_version_is_an_advice() -> None:
 def test_etcd_is_judged_by_version_room_and_alarms(found: EtcdFindings, problem: str | None) -> None:
     seen = [one.check for one in judge_etcd(found, VERSION_MIN) if one.verdict is Verdict.PROBLEM]
     assert seen == ([problem] if problem else [])
+
+
+def test_an_etcd_that_is_too_old_is_an_advice_since_services_refuse_it_themselves() -> None:
+    found = {one.check: one for one in judge_etcd(EtcdFindings("e:1", "3.5.1", 10), VERSION_MIN)}
+    assert found["etcd_version"].verdict is Verdict.ADVICE
+    assert "before 3.5.23" in found["etcd_version"].text
+    assert "--etcd-accept-old" in found["etcd_version"].text

@@ -1,20 +1,22 @@
-"""What every operator command shares: flags, exit statuses, and one line instead of a traceback."""
+"""What every operator command shares: exit statuses, one line instead of a traceback, and how rows are shown.
+
+With `--output json` that line is an object on standard error; standard output has results alone. A command line
+that asks for JSON gets its own faults told in the same way.
+"""
 
 import asyncio
 import json
 import logging
 import os
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum, IntEnum
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any, NoReturn, TypeAlias
 
-from kvlease.core.errors import HolderUnreachable, InvalidArgument, KvleaseError
-from kvlease.core.ids import lease_id_from_hex
+from kvlease.core.errors import HolderUnreachable, InvalidArgument, KvleaseError, UnknownEngine
 
-DEFAULT_REGISTRY = "127.0.0.1:7700"
-DEFAULT_ROUTING = "127.0.0.1:7710"
 EXIT_INTERRUPTED = 130
 
 Row: TypeAlias = dict[str, Any]
@@ -42,11 +44,37 @@ class OperatorError(Exception):
 
     Attributes:
         status: what the command exits with.
+        reason: why, for scripts: `not_found`, else the status in lower case.
     """
 
-    def __init__(self, message: str, status: Exit) -> None:
+    def __init__(self, message: str, status: Exit, reason: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason or status.name.lower()
+
+
+def not_found(message: str) -> OperatorError:
+    """What was asked for is not there, though whoever would know it answered."""
+    return OperatorError(message, Exit.PROBLEM, "not_found")
+
+
+class Parser(ArgumentParser):
+    """Tells the faults of a command line as JSON where the line asks for JSON."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses, and remembers what was given; the parser of a verb gets what follows the verb."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command as a wrong use."""
+        if "--output=json" not in self._given and ("--output", "json") not in pairwise(self._given):
+            super().error(message)
+        name = self.prog.removeprefix("kvlease ")
+        _complain(name, OperatorError(message, Exit.USAGE), Output.JSON)
+        sys.exit(Exit.USAGE)
 
 
 def perform(name: str, command: Perform, arguments: Namespace) -> int:
@@ -66,112 +94,35 @@ def perform(name: str, command: Perform, arguments: Namespace) -> int:
 async def _performed(name: str, command: Perform, arguments: Namespace) -> int:
     try:
         return await command(arguments)
-    except OperatorError as error:
-        return _stopped(name, str(error), error.status)
-    except KvleaseError as error:
-        return _stopped(name, str(error), status_of(error))
+    except (OperatorError, KvleaseError) as error:
+        stopped = error if isinstance(error, OperatorError) else _of_domain(error)
+        return _complain(name, stopped, arguments.output)
 
 
-def status_of(error: KvleaseError) -> Exit:
-    """What a command exits with that a domain error stopped."""
+def _of_domain(error: KvleaseError) -> OperatorError:
+    """What a command makes of a domain error that stopped it."""
+    if isinstance(error, UnknownEngine):
+        return not_found(str(error))
     if isinstance(error, HolderUnreachable):
-        return Exit.UNREACHABLE
-    return Exit.USAGE if isinstance(error, InvalidArgument) else Exit.PROBLEM
+        return OperatorError(str(error), Exit.UNREACHABLE)
+    return OperatorError(str(error), Exit.USAGE if isinstance(error, InvalidArgument) else Exit.PROBLEM)
 
 
-def _stopped(name: str, message: str, status: int) -> int:
-    print(f"kvlease {name}: {message}", file=sys.stderr)
-    return status
+def _complain(name: str, error: OperatorError, output: Output) -> int:
+    _say("error", name, str(error), output, reason=error.reason, exit_status=int(error.status))
+    return error.status
 
 
-# --- flags ----------------------------------------------------------------------------------------------------
+def warn(name: str, message: str, reason: str, output: Output) -> None:
+    """Says on standard error what a person should know though the command did what it was told."""
+    _say("warning", name, message, output, reason=reason)
 
 
-def add_common_flags(parser: ArgumentParser) -> None:
-    """Adds `--output`, `--timeout-s` and `--tls-dir`."""
-    parser.add_argument(
-        "--output",
-        type=Output,
-        choices=tuple(Output),
-        default=Output.TABLE,
-        metavar="table|json",
-        help="how to print what was found (default: table)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long each call may take (default: 5)",
-    )
-    parser.add_argument(
-        "--tls-dir",
-        default=os.environ.get("KVLEASE_TLS_DIR", ""),
-        metavar="DIRECTORY",
-        help="directory with ca.crt, tls.crt and tls.key of an operator, for processes that speak TLS "
-        "(default: KVLEASE_TLS_DIR, else no TLS)",
-    )
-
-
-def add_registry_flag(parser: ArgumentParser) -> None:
-    """Adds `--registry`."""
-    parser.add_argument(
-        "--registry",
-        type=host_port,
-        default=os.environ.get("KVLEASE_REGISTRY", DEFAULT_REGISTRY),
-        metavar="HOST:PORT",
-        help=f"a registry (default: KVLEASE_REGISTRY, else {DEFAULT_REGISTRY})",
-    )
-
-
-def add_routing_flag(parser: ArgumentParser) -> None:
-    """Adds `--routing`."""
-    parser.add_argument(
-        "--routing",
-        type=host_port,
-        default=os.environ.get("KVLEASE_ROUTING", DEFAULT_ROUTING),
-        metavar="HOST:PORT",
-        help=f"a router's gRPC address (default: KVLEASE_ROUTING, else {DEFAULT_ROUTING})",
-    )
-
-
-def host_port(text: str) -> str:
-    """An address as a flag.
-
-    Raises:
-        ArgumentTypeError: it is not host:port.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise ArgumentTypeError(f"{text!r} is not host:port")
-    return text
-
-
-def seconds(text: str) -> float:
-    """A duration as a flag.
-
-    Raises:
-        ArgumentTypeError: it is no number above 0 and at most a day.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86_400:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and at most 86400")
-    return value
-
-
-def lease_id(text: str) -> int:
-    """A lease id as an argument.
-
-    Raises:
-        ArgumentTypeError: it is not 16 hex digits.
-    """
-    try:
-        return lease_id_from_hex(text)
-    except InvalidArgument as error:
-        raise ArgumentTypeError(str(error)) from error
+def _say(kind: str, name: str, message: str, output: Output, **more: Any) -> None:
+    line = f"kvlease {name}: {'warning: ' if kind == 'warning' else ''}{message}"
+    if output is Output.JSON:
+        line = json.dumps({kind: {"command": name, "message": message, **more}})
+    print(line, file=sys.stderr)
 
 
 # --- output ---------------------------------------------------------------------------------------------------

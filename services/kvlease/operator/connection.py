@@ -11,6 +11,7 @@ import grpc.aio
 from kvlease.core.errors import HolderUnreachable, KvleaseError
 from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, HolderGauges, LeaseRecord
+from kvlease.operator.command import Exit, OperatorError
 from kvlease.runtime.grpc_client import Channels
 from kvlease.runtime.identity import Identity
 from kvlease.runtime.sidecars import GrpcSidecars
@@ -138,6 +139,7 @@ async def heard(call: Awaitable[Answer], peer: str) -> Answer:
     Raises:
         HolderUnreachable: `peer` did not answer.
         KvleaseError: it refused the call.
+        OperatorError: it does not serve this call.
     """
     try:
         return await call
@@ -145,7 +147,7 @@ async def heard(call: Awaitable[Answer], peer: str) -> Answer:
         raise _named(error, peer) from error
 
 
-def _named(error: grpc.aio.AioRpcError, peer: str) -> KvleaseError:
+def _named(error: grpc.aio.AioRpcError, peer: str) -> KvleaseError | OperatorError:
     """What a peer said was wrong, else that it does not answer; gRPC's own words are long and name no peer."""
     trailers = [(str(key), value) for key, value in error.trailing_metadata() or ()]
     said = error_from_trailers(trailers)
@@ -153,4 +155,9 @@ def _named(error: grpc.aio.AioRpcError, peer: str) -> KvleaseError:
         return said
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return HolderUnreachable(f"{peer} does not answer")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        message = (
+            f"{peer} answers, but does not serve this: it is another kind of process, or an older version"
+        )
+        return OperatorError(message, Exit.PROBLEM)
     return HolderUnreachable(f"{peer} answers {error.code().name}: {error.details()}")

@@ -4,17 +4,9 @@ from argparse import ArgumentParser, Namespace
 
 from kvlease.core.conversation import tenant_digest
 from kvlease.core.ids import lease_id_to_hex
-from kvlease.operator.command import (
-    Exit,
-    OperatorError,
-    Output,
-    Row,
-    add_common_flags,
-    add_routing_flag,
-    perform,
-    show,
-)
+from kvlease.operator.command import Exit, Output, Row, not_found, perform, show
 from kvlease.operator.connection import fleet, heard
+from kvlease.operator.flags import add_common_flags, add_routing_flag
 from kvlease.runtime.identity import Identity
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from kvlease.wire.values import duration_from_wire
@@ -67,10 +59,9 @@ async def _show(arguments: Namespace) -> int:
         call = stub.GetConversation(request, timeout=ways.timeout_s)
         answer = await heard(call, f"the router at {arguments.routing}")
     if not answer.known:
-        raise OperatorError(
+        raise not_found(
             f"the router at {arguments.routing} knows no conversation {arguments.conversation_id!r} of this "
-            "tenant",
-            Exit.PROBLEM,
+            "tenant"
         )
     if arguments.output is Output.TABLE:
         print(_lease_line(answer))

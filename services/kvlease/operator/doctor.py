@@ -9,16 +9,7 @@ import aiohttp
 
 from kvlease.core.errors import InvalidArgument, StoreUnavailable
 from kvlease.core.records import Engine, HolderGauges
-from kvlease.operator.command import (
-    Exit,
-    OperatorError,
-    Output,
-    Row,
-    add_common_flags,
-    add_registry_flag,
-    perform,
-    show,
-)
+from kvlease.operator.command import Exit, OperatorError, Output, Row, perform, show
 from kvlease.operator.connection import Fleet, fleet
 from kvlease.operator.engines import read_all
 from kvlease.operator.findings import (
@@ -29,6 +20,7 @@ from kvlease.operator.findings import (
     judge_etcd,
     judge_fleet,
 )
+from kvlease.operator.flags import add_common_flags, add_registry_flag
 from kvlease.store.etcd_client import VERSION_MIN, EtcdClient, EtcdOptions, parse_endpoints
 
 COLUMNS = ("verdict", "check", "subject", "text")

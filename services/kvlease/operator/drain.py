@@ -2,20 +2,14 @@
 
 import asyncio
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 
 from kvlease.core.clock import Clock
 from kvlease.core.errors import UnknownEngine
-from kvlease.core.records import Engine, HolderGauges
-from kvlease.operator.command import (
-    Exit,
-    OperatorError,
-    add_common_flags,
-    add_registry_flag,
-    perform,
-    seconds,
-    show,
-)
+from kvlease.core.records import Engine, EngineRole, HolderGauges
+from kvlease.operator.command import Exit, OperatorError, perform, show, warn
 from kvlease.operator.connection import Fleet, RegistryClient, fleet
+from kvlease.operator.flags import add_common_flags, add_registry_flag, seconds
 from kvlease.operator.rows import engine_row
 from kvlease.runtime.clock import LoopClock
 
@@ -48,10 +42,30 @@ async def _drain(arguments: Namespace) -> int:
         registry = await ways.registry(arguments.registry)
         await registry.drain(arguments.engine_id, undo=arguments.undo)
         engine, gauges = await _look(ways, registry, arguments.engine_id)
+        if not arguments.undo:
+            left = last_of_its_role(engine, await registry.list_engines())
+            if left:
+                warn("drain", left, "last_of_its_role", arguments.output)
         if arguments.wait_s is not None and not arguments.undo:
             engine, gauges = await _until_idle(ways, registry, arguments, LoopClock())
     show([engine_row(engine, gauges)], COLUMNS, arguments.output)
     return Exit.OK
+
+
+def last_of_its_role(engine: Engine, registered: Sequence[Engine]) -> str:
+    """What it means that no other engine can do the work of a drained one; empty when one can."""
+    for other in registered:
+        alike = other.role is engine.role and other.model == engine.model
+        if alike and not other.draining and other.holder.engine_id != engine.holder.engine_id:
+            return ""
+    if engine.role is EngineRole.DECODE:
+        what = "every turn is refused (503 decode_engines_draining)"
+    else:
+        what = "decode engines compute every prompt themselves"
+    return (
+        f"{engine.holder.engine_id} was the last {engine.role.value} engine of {engine.model} that takes turns: "
+        f"{what} until another one does, or kvlease drain --undo"
+    )
 
 
 async def _until_idle(

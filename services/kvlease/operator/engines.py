@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kvlease.core.errors import KvleaseError
 from kvlease.core.records import Engine, HolderGauges
-from kvlease.operator.command import Exit, add_common_flags, add_registry_flag, perform, show
+from kvlease.operator.command import Exit, perform, show
 from kvlease.operator.connection import Fleet, fleet
+from kvlease.operator.flags import add_common_flags, add_registry_flag
 from kvlease.operator.rows import engine_row
 
 COLUMNS = (

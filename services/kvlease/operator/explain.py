@@ -1,19 +1,23 @@
 """`kvlease explain`: makes a recorded decision again, and says what each path would have cost."""
 
-import asyncio
 import json
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 
 from kvlease.core.decisions import Decision, plan_to_json
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.planning import LeaseSignal, Plan, PlanReason
+from kvlease.operator.command import Exit, OperatorError, Output, not_found, perform
+from kvlease.operator.connection import fleet
+from kvlease.operator.flags import add_common_flags, base_url
 
-TIMEOUT_S = 10.0
+NOT_KEPT = "decision_not_found"
+"""The router's code for a turn whose decision it does not know, or not of this tenant."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,44 +25,39 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "file", nargs="?", metavar="FILE", help="lines of a router's decisions_file; -: stdin"
     )
-    parser.add_argument("--router", metavar="URL", help="a router's base URL, to ask instead")
+    parser.add_argument("--router", type=base_url, metavar="URL", help="a router's base URL, to ask instead")
     parser.add_argument(
         "--turn", default="", metavar="ID", help="the turn's X-Request-Id; in a file: only it"
     )
     parser.add_argument("--key", default="", help="the API key of the turn's tenant (--router)")
-    parser.add_argument("--output", choices=("text", "json"), default="text", help="how to show it")
+    add_common_flags(parser)
     parser.epilog = (
-        "Exit status: 0, 1 this version would decide otherwise, 2 usage or no decision, "
-        "3 the router does not answer."
+        "With --output json each decision is one line. Exit status: 0, 1 this version would decide otherwise, or "
+        "the turn is not known there, 2 usage, 3 the router does not answer."
     )
 
 
 def run(arguments: Namespace) -> int:
-    """Explains. The exit status."""
+    """Explains. The exit status: 1 when a decision would be another one, or is not there."""
+    return perform("explain", _explain, arguments)
+
+
+async def _explain(arguments: Namespace) -> int:
     if bool(arguments.file) == bool(arguments.router) or (arguments.router and not arguments.turn):
-        print("kvlease explain: give FILE, or --router URL with --turn ID", file=sys.stderr)
-        return 2
-    try:
-        decisions = _from_file(arguments) if arguments.file else asyncio.run(_from_router(arguments))
-    # First: aiohttp's errors of connections are OSErrors, too.
-    except (aiohttp.ClientError, TimeoutError) as error:
-        print(f"kvlease explain: no answer from {arguments.router}: {type(error).__name__}", file=sys.stderr)
-        return 3
-    except (InvalidArgument, OSError, UnicodeDecodeError) as error:
-        print(f"kvlease explain: {error}", file=sys.stderr)
-        return 2
+        raise OperatorError("give FILE, or --router URL with --turn ID", Exit.USAGE)
+    decisions = _from_file(arguments) if arguments.file else await _from_router(arguments)
     if not decisions:
-        print("kvlease explain: no such decision", file=sys.stderr)
-        return 2
+        turn = f"of turn {arguments.turn!r} " if arguments.turn else ""
+        raise not_found(f"{arguments.router or arguments.file} has no decision {turn}".rstrip())
     differ = False
     for decision in decisions:
         again = decision.again()
         differ = differ or not same(decision.plan, again)
-        if arguments.output == "json":
+        if arguments.output is Output.JSON:
             print(json.dumps(as_json(decision, again)))
         else:
             print("\n".join(lines(decision, again)))
-    return 1 if differ else 0
+    return Exit.PROBLEM if differ else Exit.OK
 
 
 def same(recorded: Plan | None, again: Plan | None) -> bool:
@@ -124,7 +123,10 @@ def _identity(made: Plan) -> tuple[object, ...]:
 
 
 def _from_file(arguments: Namespace) -> list[Decision]:
-    text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OperatorError(str(error), Exit.USAGE) from error
     decisions: list[Decision] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -142,10 +144,31 @@ def _from_file(arguments: Namespace) -> list[Decision]:
 
 async def _from_router(arguments: Namespace) -> list[Decision]:
     headers = {"Authorization": f"Bearer {arguments.key}"} if arguments.key else {}
-    url = f"{arguments.router.rstrip('/')}/v1/kvlease/decisions/{arguments.turn}"
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url, headers=headers) as answer:
-        if answer.status == 404:
-            return []
-        answer.raise_for_status()
-        return [Decision.from_json(await answer.json())]
+    url = f"{arguments.router}/v1/kvlease/decisions/{quote(arguments.turn, safe='')}"
+    timeout = aiohttp.ClientTimeout(arguments.timeout_s)
+    async with fleet(arguments) as ways:
+        context = ways.tls.client_context() if ways.tls is not None else True
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(url, headers=headers, ssl=context) as answer,
+            ):
+                status, raw = answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"no answer from {arguments.router}: {type(error).__name__}"
+            raise OperatorError(message, Exit.UNREACHABLE) from error
+    return _decisions_of(arguments.router, status, raw)
+
+
+def _decisions_of(router: str, status: int, raw: bytes) -> list[Decision]:
+    try:
+        body: Any = json.loads(raw)
+        if status == 200:
+            return [Decision.from_json(body)]
+        error = body["error"]
+        said, message = error["code"], error["message"]
+    except (ValueError, LookupError, TypeError, InvalidArgument) as error:
+        raise OperatorError(f"{router} answers {status}, but not as a router does", Exit.PROBLEM) from error
+    if said == NOT_KEPT:
+        return []
+    raise OperatorError(f"{router} answers {status}: {message}", Exit.PROBLEM)

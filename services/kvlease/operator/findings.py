@@ -80,6 +80,7 @@ def judge_fleet(engines: Sequence[EngineFindings]) -> Iterator[Finding]:
     yield from _judge_roles(engines)
     for model in sorted({found.engine.model for found in engines}):
         same = [found for found in engines if found.engine.model == model]
+        yield from _judge_drained(model, same)
         yield from _judge_layouts(model, same)
         yield from _judge_lengths(model, same)
         yield from _judge_backends(model, same)
@@ -109,6 +110,22 @@ def _judge_roles(engines: Sequence[EngineFindings]) -> Iterator[Finding]:
         yield Finding("versions", Verdict.ADVICE, "fleet", text)
     elif versions:
         yield _ok("versions", "fleet", f"every engine runs vLLM {versions[0] or 'of an unknown version'}")
+
+
+def _judge_drained(model: str, engines: Sequence[EngineFindings]) -> Iterator[Finding]:
+    """An operator who drains the last engine of a role ends the work of all."""
+    for role in EngineRole:
+        draining = [found.engine.draining for found in engines if found.engine.role is role]
+        if not draining or not all(draining):
+            continue
+        text = f"every {role.value} engine is draining ({len(draining)}): "
+        if role is EngineRole.DECODE:
+            yield _problem(
+                "roles", model, f"{text}nobody can serve a turn until kvlease drain --undo, or another"
+            )
+        else:
+            text += "decode engines compute every prompt themselves until kvlease drain --undo, or another"
+            yield Finding("roles", Verdict.ADVICE, model, text)
 
 
 def _judge_layouts(model: str, engines: Sequence[EngineFindings]) -> Iterator[Finding]:
@@ -290,10 +307,13 @@ def judge_etcd(found: EtcdFindings, version_min: tuple[int, ...]) -> Iterator[Fi
         return
     least = ".".join(map(str, version_min))
     if _version_parts(found.version) < version_min:
+        # Services refuse it by themselves: whoever sees this told them not to, and risks reuse, no answer.
         text = (
-            f"version {found.version}: before {least} a renewal can succeed for a revoked lease; upgrade it"
+            f"version {found.version}: before {least} a renewal can succeed for a revoked lease, so that engines "
+            "seem registered which are not; it is accepted only with --etcd-accept-old, as kvlease dev does: "
+            "upgrade it for production"
         )
-        yield _problem("etcd_version", name, text)
+        yield Finding("etcd_version", Verdict.ADVICE, name, text)
     else:
         yield _ok("etcd_version", name, f"version {found.version}")
     for alarm in found.alarms:

@@ -9,18 +9,9 @@ from kvlease.core.errors import HolderUnreachable
 from kvlease.core.ids import lease_id_to_hex
 from kvlease.core.lease import MissReason
 from kvlease.core.records import LeaseRecord
-from kvlease.operator.command import (
-    Exit,
-    OperatorError,
-    Output,
-    Row,
-    add_common_flags,
-    add_registry_flag,
-    lease_id,
-    perform,
-    show,
-)
+from kvlease.operator.command import Exit, Output, Row, not_found, perform, show
 from kvlease.operator.connection import fleet
+from kvlease.operator.flags import add_common_flags, add_registry_flag, count, lease_id
 from kvlease.operator.rows import lease_row
 from kvlease.store.port import Batch
 
@@ -37,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     listing.add_argument("--tenant", default="", metavar="DIGEST", help="only those of this tenant")
     getting = verbs.add_parser("get", help="one lease")
     watching = verbs.add_parser("watch", help="what is recorded and removed, as it happens, until Ctrl-C")
-    watching.add_argument("--count", type=int, default=0, metavar="N", help="end after N changes")
+    watching.add_argument("--count", type=count, metavar="N", help="end after N changes")
     releasing = verbs.add_parser("release", help="end leases at their holders; a READ in flight ends first")
     releasing.add_argument(
         "--engine", default="", metavar="ENGINE_ID", help="where to look for leases that are not recorded"
@@ -69,9 +60,7 @@ async def _get(arguments: Namespace) -> int:
         found = await registry.get_lease(arguments.lease_id)
     if isinstance(found, MissReason):
         name = lease_id_to_hex(arguments.lease_id)
-        raise OperatorError(
-            f"lease {name} is not recorded: it was never confirmed, or has ended", Exit.PROBLEM
-        )
+        raise not_found(f"lease {name} is not recorded: it was never confirmed, or has ended")
     show([lease_row(found)], COLUMNS, arguments.output)
     return Exit.OK
 

@@ -9,18 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlease.core.records import Engine, HolderGauges, LeaseRecord
-from kvlease.operator.command import (
-    Exit,
-    Output,
-    Row,
-    add_common_flags,
-    add_registry_flag,
-    perform,
-    seconds,
-    table,
-)
+from kvlease.operator.command import Exit, Output, Row, perform, table
 from kvlease.operator.connection import Fleet, RegistryClient, fleet
 from kvlease.operator.engines import read_all
+from kvlease.operator.flags import add_common_flags, add_registry_flag, count, seconds
 from kvlease.operator.rows import engine_row
 from kvlease.runtime.clock import LoopClock
 
@@ -64,9 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--interval-s", type=seconds, default=2.0, metavar="SECONDS", help="between two looks (default: 2)"
     )
-    parser.add_argument(
-        "--count", type=int, default=0, metavar="N", help="end after N looks (default: Ctrl-C)"
-    )
+    parser.add_argument("--count", type=count, metavar="N", help="end after N looks (default: Ctrl-C)")
     add_registry_flag(parser)
     add_common_flags(parser)
     parser.epilog = "With --output json each look is one line."
