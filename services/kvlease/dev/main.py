@@ -1,13 +1,15 @@
 """`kvlease dev`: the whole system on this machine, and a conversation of three turns through it."""
 
 import asyncio
+import errno
 import json
 import shlex
 import signal
+import socket
 import sys
 import time
 import uuid
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from kvlease.dev.warm import warm_handshakes
 from kvlease.runtime.logging import LogFormat, configure_logging
 from kvlease.store.port import StoreKind
 
+HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 SERVED_MODEL = "tiny-qwen3"
 EXTRA_ARGUMENTS = ("--enable-prompt-tokens-details",)
@@ -105,25 +108,32 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Runs the system; the exit status: 0 when every turn was right."""
-    configure_logging(arguments.log_level, LogFormat.TEXT)
+    """Runs the system; the exit status: 0 when every turn was right, 2 when its port cannot be had."""
     progress = _progress_to(sys.stderr if arguments.output == "json" else sys.stdout)
+    port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
+    taken = why_taken(port)
+    if taken:
+        # Engines take a while to start: better said before.
+        print(
+            f"kvlease dev: port {port} of the OpenAI API {taken}; name another with --port", file=sys.stderr
+        )
+        return 2
+    configure_logging(arguments.log_level, LogFormat.TEXT)
     try:
         make_engine = _engine_maker(arguments, progress)
     except EngineEnvironmentError as error:
         print(f"kvlease dev: real vLLM cannot be installed here: {error}", file=sys.stderr)
         print("The simulated engine needs none of it: kvlease dev --engine sim", file=sys.stderr)
         return 1
-    return uvloop.run(_run(arguments, make_engine, progress))
+    return uvloop.run(_run(arguments, make_engine, progress, port))
 
 
-async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress) -> int:
+async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress, port: int) -> int:
     """Brings the system up, holds the conversation, and stays up unless it was a check."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
     plan = StackPlan(
         arguments.prefill,
         arguments.decode,
@@ -274,15 +284,25 @@ def _progress_to(stream: TextIO) -> Progress:
     return progress
 
 
+def why_taken(port: int) -> str:
+    """What keeps a port of this machine from being served; empty when nothing does, as with 0 (any)."""
+    with socket.socket() as probe:
+        # As servers do: connections of one that has ended may linger.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            return "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+    return ""
+
+
 def _engines(text: str) -> int:
-    count = int(text)
-    if not 1 <= count <= 16:
-        raise ValueError("between 1 and 16 engines of a role")
-    return count
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 16:
+        raise ArgumentTypeError(f"{text!r} is not between 1 and 16 engines of a role")
+    return int(text)
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise ValueError("a port is between 0 and 65535")
-    return port
+    if not text.isascii() or not text.isdigit() or int(text) > 65_535:
+        raise ArgumentTypeError(f"{text!r} is not a port between 0 and 65535")
+    return int(text)
