@@ -29,6 +29,9 @@ from kvlease.v1 import connector_pb2, registry_pb2, registry_pb2_grpc, sidecar_p
 
 MODEL = "tiny-qwen3"
 AWAIT_S = 120.0
+PIN_WAIT_S = 15.0
+"""Two engines that spin on two cores leave little to the sidecars: a pin that would be answered must not be given up."""
+REPOSITORY = Path(__file__).parents[2]
 Message = dict[str, Any]
 
 
@@ -97,8 +100,9 @@ class Pair:
                     device=device,
                     gpu=seat.number,
                     served_model_name=MODEL,
-                    kvlease_config={"pin_wait_s": 10.0, **plan.kvlease_config},
+                    kvlease_config={"pin_wait_s": PIN_WAIT_S, **plan.kvlease_config},
                     connector_module=plan.connector_module,
+                    connector_path=REPOSITORY,
                     otlp_endpoint=plan.otlp_endpoint,
                     extra_arguments=(
                         "--enable-prompt-tokens-details",
@@ -110,7 +114,14 @@ class Pair:
             )
 
         return plan.stack(
-            StackPlan(1, 1, make, router=plan.router, otlp_endpoint=plan.otlp_endpoint),
+            StackPlan(
+                1,
+                1,
+                make,
+                router=plan.router,
+                otlp_endpoint=plan.otlp_endpoint,
+                pin_call_s=PIN_WAIT_S / 2,
+            ),
             progress=lambda _: None,
         )
 

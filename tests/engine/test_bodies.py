@@ -40,7 +40,7 @@ def pair_plan() -> PairPlan:
     router = RouterConfig(
         heartbeat_interval_s=2.0, provisional_s=4.0, lease_duration_s=600.0, gap_floor_s=600.0
     )
-    return PairPlan(kvlease_config={"pin_wait_s": 2.0}, router=router)
+    return PairPlan(kvlease_config={"pin_wait_s": 6.0}, router=router)
 
 
 def prompt(name: str) -> list[Message]:

@@ -21,9 +21,8 @@ PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
 def pair_plan() -> PairPlan:
     """Sidecars behind fronts; leases that outlive a restart, and soon expire when nobody renews them."""
     return PairPlan(
-        kvlease_config={"pin_wait_s": 3.0},
         router=RouterConfig(
-            heartbeat_interval_s=2.0, lease_duration_s=20.0, gap_floor_s=6.0, reservation_s=15.0
+            heartbeat_interval_s=2.0, lease_duration_s=20.0, gap_floor_s=20.0, reservation_s=60.0
         ),
         stack=FrontedStack,
     )

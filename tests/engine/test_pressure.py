@@ -26,7 +26,7 @@ def pair_plan() -> PairPlan:
     """Few blocks, most of which conversations may keep, for longer than the module lasts."""
     length = ("--max-model-len", "2048")
     return PairPlan(
-        kvlease_config={"retention_budget": 0.9, "reading_cap": 0.9, "pin_wait_s": 3.0},
+        kvlease_config={"retention_budget": 0.9, "reading_cap": 0.9},
         arguments={
             PREFILL: (*length, "--num-gpu-blocks-override", str(PREFILL_BLOCKS)),
             DECODE: (*length, "--num-gpu-blocks-override", str(DECODE_BLOCKS)),

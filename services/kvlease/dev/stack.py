@@ -82,6 +82,7 @@ class StackPlan:
         router_port: port of the OpenAI API; 0 takes a free one.
         router: the router's settings; listen addresses are set by the stack.
         store: where leases are remembered; etcd is a child process, too.
+        pin_call_s: bound of a pin's way to a connector; what contains it may take twice as long.
         otlp_endpoint: of the collector that gets the services' traces; engines have their own setting.
     """
 
@@ -92,6 +93,7 @@ class StackPlan:
     router: RouterConfig = field(default_factory=RouterConfig)
     store: StoreKind = StoreKind.MEMORY
     otlp_endpoint: str = ""
+    pin_call_s: float = PIN_CALL_S
 
 
 class Stack:
@@ -163,9 +165,9 @@ class Stack:
             socket_dir=str(seat.socket_dir),
             role=seat.role,
             engine_url=f"http://127.0.0.1:{seat.port}",
-            pin_call_s=PIN_CALL_S,
-            peer_call_s=2 * PIN_CALL_S,
-            holder_call_s=2 * PIN_CALL_S,
+            pin_call_s=self._plan.pin_call_s,
+            peer_call_s=2 * self._plan.pin_call_s,
+            holder_call_s=2 * self._plan.pin_call_s,
             store_call_s=STORE_CALL_S,
             otlp_endpoint=self._plan.otlp_endpoint,
         )
@@ -202,7 +204,7 @@ class Stack:
             await self._start_etcd()
         registry_config = RegistryConfig(
             listen="127.0.0.1:0",
-            sidecar_call_s=2 * PIN_CALL_S,
+            sidecar_call_s=2 * self._plan.pin_call_s,
             store_call_s=STORE_CALL_S,
             otlp_endpoint=self._plan.otlp_endpoint,
         )
@@ -279,7 +281,7 @@ class Stack:
             otlp_endpoint=settings.otlp_endpoint or self._plan.otlp_endpoint,
             listen=f"127.0.0.1:{port}",
             grpc_listen="127.0.0.1:0",
-            registry_call_s=2 * PIN_CALL_S,
+            registry_call_s=2 * self._plan.pin_call_s,
         )
         config.validate()
         return config
