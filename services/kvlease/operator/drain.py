@@ -15,6 +15,8 @@ from kvlease.runtime.clock import LoopClock
 
 COLUMNS = ("engine_id", "state", "running_requests", "reading_blocks", "held_blocks")
 LOOK_AGAIN_S = 0.5
+WRITTEN_S = 0.05
+"""A record is written within a moment, where nothing is wrong."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,15 +43,34 @@ async def _drain(arguments: Namespace) -> int:
     async with fleet(arguments) as ways:
         registry = await ways.registry(arguments.registry)
         await registry.drain(arguments.engine_id, undo=arguments.undo)
-        engine, gauges = await _look(ways, registry, arguments.engine_id)
+        engine = await _until_registered_so(registry, arguments, LoopClock())
         if not arguments.undo:
-            left = last_of_its_role(engine, await registry.list_engines())
-            if left:
-                warn("drain", left, "last_of_its_role", arguments.output)
-        if arguments.wait_s is not None and not arguments.undo:
+            lacking = last_of_its_role(engine, await registry.list_engines())
+            if lacking:
+                warn("drain", lacking, "last_of_its_role", arguments.output)
+        if arguments.wait_s is None or arguments.undo:
+            gauges = await ways.read_gauges(engine)
+        else:
             engine, gauges = await _until_idle(ways, registry, arguments, LoopClock())
     show([engine_row(engine, gauges)], COLUMNS, arguments.output)
     return Exit.OK
+
+
+async def _until_registered_so(registry: RegistryClient, arguments: Namespace, clock: Clock) -> Engine:
+    """The engine once routers can know: its sidecar was told, and writes it into the store."""
+    end_s = clock.now_s() + arguments.timeout_s
+    while True:
+        engine = await _find(registry, arguments.engine_id)
+        if engine.draining is not arguments.undo:
+            return engine
+        if clock.now_s() >= end_s:
+            wanted = "to take turns" if arguments.undo else "as draining"
+            raise OperatorError(
+                f"engine {arguments.engine_id} was told, but is not registered {wanted} after "
+                f"{arguments.timeout_s:g} s: look at its sidecar and the store",
+                Exit.PROBLEM,
+            )
+        await asyncio.sleep(WRITTEN_S)
 
 
 def last_of_its_role(engine: Engine, registered: Sequence[Engine]) -> str:
@@ -73,7 +94,8 @@ async def _until_idle(
 ) -> tuple[Engine, HolderGauges]:
     end_s = clock.now_s() + arguments.wait_s
     while True:
-        engine, gauges = await _look(ways, registry, arguments.engine_id)
+        engine = await _find(registry, arguments.engine_id)
+        gauges = await ways.read_gauges(engine)
         if gauges.running_requests == 0 and gauges.reading_blocks == 0:
             return engine, gauges
         if clock.now_s() >= end_s:
@@ -85,8 +107,8 @@ async def _until_idle(
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
-async def _look(ways: Fleet, registry: RegistryClient, engine_id: str) -> tuple[Engine, HolderGauges]:
+async def _find(registry: RegistryClient, engine_id: str) -> Engine:
     for engine in await registry.list_engines():
         if engine.holder.engine_id == engine_id:
-            return engine, await ways.read_gauges(engine)
+            return engine
     raise UnknownEngine(f"engine {engine_id} is not registered")
