@@ -195,7 +195,9 @@ def begins(command: str, listed: str) -> bool:
 
 def named(page: Path) -> list[str]:
     """The commands of `kvlease` that a page names in its text or shows without running them."""
-    inline = [" ".join(found.split()) for found in NAMED.findall(GENERATED.sub("", BLOCK.sub("", page.read_text())))]
+    inline = [
+        " ".join(found.split()) for found in NAMED.findall(GENERATED.sub("", BLOCK.sub("", page.read_text())))
+    ]
     shown = [line for line in not_run(page) if line.startswith("kvlease ")]
     return [re.split(r" (?:[|#] |&)", command)[0] for command in (*inline, *shown)]
 
@@ -294,6 +296,16 @@ def test_the_programs_of_a_page_are_python(page: Path) -> None:
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_the_page_of_examples_tells_how_each_is_generated() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\|(.*)\|$", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE
+    )
+    configured = {path.parent.name for path in ROOT.glob("examples/*/buf.gen.yaml")}
+    folders = {path.name for path in ROOT.glob("examples/*") if path.is_dir()}
+    assert dict(rows).keys() == folders
+    assert {name for name, how in rows if "buf.gen.yaml" in how} == configured
 
 
 def test_the_pages_with_commands_have_some_that_are_run() -> None:
