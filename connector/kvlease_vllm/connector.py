@@ -13,11 +13,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConne
 
 from kvlease_vllm.metadata import KvleaseMetadata
 from kvlease_vllm.scheduler import SchedulerHalf
-from kvlease_vllm.seams import UnsupportedEngineError, check_connector, check_worker
+from kvlease_vllm.seams import (
+    UnsupportedEngineError,
+    check_connector,
+    check_worker,
+    has_background_handshake,
+)
 from kvlease_vllm.settings import ConnectorSettings
+from kvlease_vllm.warming import Warming
 from kvlease_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -58,6 +65,7 @@ class KvleaseConnector(NixlConnector):
         settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
+        self._warming: Warming | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_half = self.scheduler_half_class(
                 vllm_config, self.engine_id, kv_cache_config, self.connector_scheduler, settings
@@ -65,6 +73,12 @@ class KvleaseConnector(NixlConnector):
         else:
             check_worker(self.connector_worker, vllm_version)
             self._worker_half = WorkerHalf(self.connector_worker)
+            self._warming = Warming(
+                settings.socket_dir,
+                self.engine_id,
+                vllm_config.parallel_config.rank,
+                self._worker_half.begin_handshake,
+            )
 
     @property
     def _scheduling(self) -> SchedulerHalf:
@@ -142,14 +156,22 @@ class KvleaseConnector(NixlConnector):
 
     # --- worker -------------------------------------------------------------------------------------
 
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Registers the memory; from here on the worker can shake hands."""
+        super().register_kv_caches(kv_caches)
+        if self._warming is not None and has_background_handshake(self.connector_worker):
+            self._warming.start()
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Applies our orders, then lets vLLM post the READs."""
-        self._working.before_load(self._connector_metadata)
-        super().start_load_kv(forward_context, **kwargs)
+        with self._working.tables:
+            self._working.before_load(self._connector_metadata)
+            super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM 0.32's results of the step, with the READs that were given up or came too late as failed."""
-        results = super().get_transfer_results(finished_req_ids)
+        with self._working.tables:
+            results = super().get_transfer_results(finished_req_ids)
         failed = set(self._working.take_failed())
         results.finished_recving.update(failed)
         results.failed_recving.update(failed)
@@ -157,7 +179,8 @@ class KvleaseConnector(NixlConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """vLLM 0.26's results of the step; the failed READs' blocks are reported as invalid."""
-        sending, receiving = super().get_finished(finished_req_ids)
+        with self._working.tables:
+            sending, receiving = super().get_finished(finished_req_ids)
         failed = self._working.take_failed()
         self._invalid_block_ids = {block_id for block_ids in failed.values() for block_id in block_ids}
         return sending, receiving | set(failed)
@@ -175,6 +198,8 @@ class KvleaseConnector(NixlConnector):
 
     def shutdown(self) -> None:
         """Leaves the sidecar, then lets vLLM shut its half down."""
+        if (warming := getattr(self, "_warming", None)) is not None:
+            warming.stop()
         if getattr(self, "_scheduler_half", None) is not None:
             self._scheduling.stop()
         super().shutdown()

@@ -33,6 +33,8 @@ _POOL_PARAMETERS: dict[str, tuple[str, ...]] = {
     "get_num_free_blocks": ("self",),
 }
 
+_HANDSHAKE_PARAMETERS = ("engine_id", "host", "port", "tp_size")
+
 _WORKER_ATTRIBUTES = (
     "_recving_metadata",
     "_recving_transfers",
@@ -77,6 +79,17 @@ def check_worker(worker: object, version: str) -> None:
             f"kvlease cannot run in vLLM {version}: its NIXL worker has no {', '.join(missing)}. "
             f"Versions shown to work: {', '.join(VERIFIED)}"
         )
+
+
+def has_background_handshake(worker: object) -> bool:
+    """Whether this version of vLLM can shake hands without a request that waits for it.
+
+    Where it cannot, the first READ does it.
+    """
+    ensure = getattr(worker, "_ensure_handshake", None)
+    if ensure is None:
+        return False
+    return tuple(inspect.signature(ensure).parameters)[:4] == _HANDSHAKE_PARAMETERS
 
 
 def _differences(owner: type, expected: dict[str, tuple[str, ...]]) -> list[str]:

@@ -8,10 +8,13 @@ whenever the handshake ends.
 
 import logging
 import queue
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+from kvlease.core.attachment import Peer
 from kvlease_vllm.metadata import GivenUp, KvleaseMetadata, KvleaseWorkerMetadata
 from kvlease_vllm.notifications import drop_own_notifications
 
@@ -36,9 +39,16 @@ class CurrentFailures(queue.Queue[str]):
 
 
 class WorkerHalf:
-    """Works on vLLM's NIXL worker, on its main thread only."""
+    """Works on vLLM's NIXL worker: on its main thread, but for handshakes that no turn waits for.
+
+    Attributes:
+        tables: held by the main thread while it is in the connector, and by whoever begins a handshake: vLLM
+            begins and forgets handshakes on one thread. A step waits no longer than it takes to put a
+            handshake into a queue.
+    """
 
     def __init__(self, nixl_worker: Any) -> None:
+        self.tables = threading.RLock()
         self._worker = nixl_worker
         self._quarantine: dict[int, list[int]] = {}
         self._ended: Counter[int] = Counter()
@@ -70,6 +80,27 @@ class WorkerHalf:
         """Requests to report as finished and failed in this step, with their destination blocks."""
         failed, self._failed = self._failed, {}
         return failed
+
+    def begin_handshake(self, peer: Peer) -> "Future[Any] | None":
+        """Begins to shake hands with a peer on vLLM's own thread for that; None when there is nothing to do.
+
+        A former boot of the peer is left to the next READ, which may have to wait for others.
+        """
+        engine_id, location = peer.holder.engine_id, peer.location
+        # Only where engines can have them, so that older versions are asked as they expect.
+        stages = location.pipeline_parallel_size
+        more = {"pp_size": stages} if stages > 1 else {}
+        with self.tables:
+            if self._boot_ids.setdefault(engine_id, peer.holder.boot_id) != peer.holder.boot_id:
+                return None
+            begun: Future[Any] | None = self._worker._ensure_handshake(
+                engine_id,
+                location.side_channel_host,
+                location.side_channel_port,
+                location.tensor_parallel_size,
+                **more,
+            )
+        return begun
 
     def report(self) -> KvleaseWorkerMetadata | None:
         """Polls the quarantine; what ended since the last step, or None when nothing did."""

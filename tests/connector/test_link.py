@@ -24,9 +24,10 @@ from kvlease.wire.engines import hello_from_wire
 from kvlease.wire.leases import outcome_from_wire, outcome_to_wire, pin_to_wire
 from kvlease.wire.values import duration_to_wire
 from kvlease_vllm.holder import BlockHolder
-from kvlease_vllm.link import SOCKET_NAME, SidecarLink
+from kvlease_vllm.link import SidecarLink
 from kvlease_vllm.reader import Reads, Stage
 from kvlease_vllm.service import SidecarService
+from kvlease_vllm.stream import SOCKET_NAME
 
 WAIT_S = 20.0
 ME = Holder("engine", "boot", 1)
@@ -280,7 +281,7 @@ def test_a_full_outbox_refuses_offers_and_breaks_the_stream_for_an_event(socket_
     broken: list[bool] = []
     link = engine.service._link
     link._outbox = queue.Queue(1)
-    link._stream = SimpleNamespace(cancel=lambda: broken.append(True))  # type: ignore[assignment]
+    link._attach_thread._stream = SimpleNamespace(cancel=lambda: broken.append(True))  # type: ignore[assignment]
     engine.grant(1, 3)
     assert engine.offer(1)
     assert not engine.offer(1)
@@ -308,7 +309,7 @@ def test_stopping_ends_both_threads_with_and_without_a_sidecar(socket_dir: Path)
     sidecar.hear("hello")
     attached.service.stop()
     for link in (alone.service._link, attached.service._link):
-        assert not link._attach_thread.is_alive()
+        assert not link._attach_thread._thread.is_alive()
         assert not link._tick_thread.is_alive()
         assert not link.is_attached
     sidecar.stop()

@@ -1,6 +1,7 @@
 """What an engine's connector tells its sidecar: who the engine is, and what it holds."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvlease.core.holding import Hold
 from kvlease.core.ids import Holder
@@ -45,6 +46,35 @@ class EngineFacts:
     retain: bool = True
     retain_refusal: str = ""
     details: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class HandshakeOutcome(Enum):
+    """What came of a handshake that a worker did before a turn needed it.
+
+    KNOWN: the two had shaken hands already. LATE: it did not end in the time given, and may still be under way.
+    """
+
+    DONE = "done"
+    KNOWN = "known"
+    FAILED = "failed"
+    LATE = "late"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine from which another may have to READ, and where the two shake hands."""
+
+    holder: Holder
+    location: KvLocation
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeReport:
+    """What one worker says of its handshake with a peer."""
+
+    peer: Holder
+    outcome: HandshakeOutcome
+    took_s: float
 
 
 def offer_of(

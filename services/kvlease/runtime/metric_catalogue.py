@@ -10,6 +10,7 @@ from enum import Enum
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 CALL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+HANDSHAKE_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0)
 
 
 class Kind(Enum):
@@ -112,6 +113,14 @@ CONNECTOR_CALL_SECONDS = _histogram(
     "Time of a question to an engine's connector; outcome ok, why a pin missed, or the error",
     ("call", "outcome"),
     CALL_BUCKETS_S,
+    "sidecar",
+)
+HANDSHAKE_SECONDS = _histogram(
+    "kvlease_handshake_seconds",
+    "Time of a NIXL handshake that an engine's worker did before a turn needed it; outcome done, known (they had "
+    "shaken hands before), failed or late (the first READ waits for it, or tries again)",
+    ("outcome",),
+    HANDSHAKE_BUCKETS_S,
     "sidecar",
 )
 REGISTRY_CALL_SECONDS = _histogram(

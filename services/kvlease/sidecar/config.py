@@ -27,6 +27,8 @@ class SidecarConfig(StoreSettings, TracingSettings, AdminSettings):
     holder_call_s: float = setting(1.0, "bound of any other question to the connector")
     peer_call_s: float = setting(0.3, "bound of a question to another sidecar, its pin call included")
     wait_for_offer_max_s: float = setting(0.1, "longest that a pin waits for a lease not offered yet")
+    warm_handshakes: bool = setting(True, "engines shake hands with peers that join, before a turn needs it")
+    handshake_s: float = setting(60.0, "such a handshake is given up by then; the first READ tries again")
     hello_s: float = setting(5.0, "an attached connector must have said who it is within this")
     stop_grace_s: float = setting(5.0, "calls in flight get this long to end when the sidecar stops")
     log_level: str = setting("info", "debug, info, warning or error")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 from opentelemetry.trace import Tracer
 
@@ -19,6 +20,9 @@ from kvlease.sidecar.connector_link import StreamConnectorLink
 from kvlease.sidecar.engine import AttachedEngine
 from kvlease.sidecar.metrics import MeasuredLink
 from kvlease.sidecar.sidecar import Sidecar
+from kvlease.sidecar.warming import Context as WarmContext
+from kvlease.sidecar.warming import Requests as WarmRequests
+from kvlease.sidecar.warming import Warming
 from kvlease.v1 import connector_pb2, connector_pb2_grpc
 from kvlease.wire import attributes
 from kvlease.wire.engines import PROTOCOL_VERSION, events_from_wire, hello_from_wire, offer_from_wire
@@ -48,8 +52,10 @@ class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
         sidecar: Sidecar,
         tracer: Tracer = NO_TELEMETRY.tracer,
         timer: CallTimer | None = None,
+        warming: Warming | None = None,
     ) -> None:
         self._config = config
+        self._warming = warming
         self._timer = timer
         self._sidecar = sidecar
         self._tracer = tracer
@@ -72,6 +78,12 @@ class ConnectorServicer(connector_pb2_grpc.ConnectorServiceServicer):
             _log.warning("a connector was refused", extra={"reason": str(error)})
             hello = connector_pb2.SidecarHello(protocol_version=PROTOCOL_VERSION, refusal=str(error))
             await context.write(connector_pb2.AttachResponse(hello=hello))
+
+    async def Warm(self, request_iterator: WarmRequests, context: WarmContext) -> None:
+        """Tells one worker of peers until it leaves."""
+        if self._warming is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "handshakes are not warmed here")
+        await self._warming.serve(request_iterator, context)
 
     async def _hello(self, requests: Requests) -> Any:
         try:

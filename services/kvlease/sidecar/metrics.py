@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvlease.core.attachment import HandshakeReport
 from kvlease.core.errors import HolderUnreachable
 from kvlease.core.holding import PinAsk
 from kvlease.core.lease import LeaseState, MissReason
@@ -37,6 +38,17 @@ class LeaseEndings:
     def __call__(self, record: LeaseRecord, state: LeaseState) -> None:
         """One lease has ended in a terminal state."""
         self._endings.labels(record.kind.value, state.value).inc()
+
+
+class HandshakeTimes:
+    """Times the handshakes that workers did before a turn needed them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._seconds = metrics.histogram(catalogue.HANDSHAKE_SECONDS)
+
+    def __call__(self, report: HandshakeReport) -> None:
+        """One worker has reported, or did not in time."""
+        self._seconds.labels(report.outcome.value).observe(report.took_s)
 
 
 class EngineGauges:

@@ -16,9 +16,10 @@ from kvlease.runtime.telemetry import make_telemetry
 from kvlease.runtime.tls import make_tls
 from kvlease.sidecar.config import SidecarConfig
 from kvlease.sidecar.connector_server import ConnectorServicer, prepare_socket
-from kvlease.sidecar.metrics import EngineGauges, LeaseEndings
+from kvlease.sidecar.metrics import EngineGauges, HandshakeTimes, LeaseEndings
 from kvlease.sidecar.service import SidecarServicer
 from kvlease.sidecar.sidecar import Sidecar
+from kvlease.sidecar.warming import Warming
 from kvlease.store.measured import MeasuredStore
 from kvlease.store.port import Store
 from kvlease.v1 import connector_pb2, connector_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
@@ -43,6 +44,7 @@ class SidecarServer:
         self._admin = AdminServer(config, self._metrics, self._tls)
         self._peers = MeasuredSidecars(GrpcSidecars(self._telemetry, self._tls), self._metrics)
         self._sidecar: Sidecar | None = None
+        self._warming: Warming | None = None
         self._servers: list[GrpcServer] = []
         self.address = ""
         self.socket_path = Path(config.socket_dir)
@@ -71,6 +73,9 @@ class SidecarServer:
         store, ended = MeasuredStore(self._store, self._metrics), LeaseEndings(self._metrics)
         sidecar = Sidecar(self._config, self.address, store, self._peers, self._clock, ended)
         self._sidecar = sidecar
+        if self._config.warm_handshakes:
+            observe = HandshakeTimes(self._metrics)
+            self._warming = Warming(store, self._config.handshake_s, self._config.hello_s, observe)
         self._metrics.on_scrape_later(EngineGauges(sidecar))
         sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(SidecarServicer(sidecar), public.server)
         self.socket_path = prepare_socket(self._config.socket_dir)
@@ -84,6 +89,7 @@ class SidecarServer:
                 sidecar,
                 self._telemetry.tracer,
                 CallTimer(self._metrics, CONNECTOR_CALL_SECONDS),
+                self._warming,
             ),
             local.server,
         )
@@ -98,6 +104,8 @@ class SidecarServer:
 
     async def stop(self) -> None:
         """Detaches the connectors, which ends their engines' sessions, then refuses others. Idempotent."""
+        if self._warming is not None:
+            self._warming.close()
         if self._sidecar is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.stop_grace_s):
