@@ -1,8 +1,11 @@
-"""Settings of registry and sidecar that cannot work together are refused with both values."""
+"""Settings of the services that cannot work, alone or together, are refused with their values."""
+
+from typing import Any
 
 import pytest
 
 from kvlease.registry.config import RegistryConfig
+from kvlease.router.config import RouterConfig
 from kvlease.runtime.config import ConfigError
 from kvlease.sidecar.config import SidecarConfig
 
@@ -43,3 +46,26 @@ def test_a_host_that_others_see_is_advertised() -> None:
 def test_a_pin_must_fit_into_the_question_of_a_peer() -> None:
     with pytest.raises(ConfigError, match=r"pin_call_s \(0.4\) must be below peer_call_s \(0.3\)"):
         SidecarConfig(allow_loopback=True, pin_call_s=0.4).validate()
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (RegistryConfig, {"listen": "http://127.0.0.1:7700"}),
+        (RegistryConfig, {"admin_listen": "127.0.0.1:70000"}),
+        (RouterConfig, {"registry": "127.0.0.1:7700,http://127.0.0.1:7701"}),
+        (RouterConfig, {"grpc_listen": "7710"}),
+        (SidecarConfig, {"advertise": "http://sidecar:7720"}),
+    ],
+)
+def test_what_is_no_host_and_port_is_refused(config: type[Any], settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="must be host:port"):
+        config(**settings).validate()
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "http://", "http://host:port", "http://host:0", "http://h/?a=b"]
+)
+def test_an_engine_is_reached_at_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine_url .* but must be a URL"):
+        SidecarConfig(allow_loopback=True, engine_url=url).validate()

@@ -2,11 +2,11 @@
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError
-from urllib.parse import urlsplit
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import lease_id_from_hex
 from kvlease.operator.command import Output
+from kvlease.runtime.addresses import is_base_url, is_host_port
 
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 DEFAULT_ROUTING = "127.0.0.1:7710"
@@ -67,8 +67,8 @@ def host_port(text: str) -> str:
         ArgumentTypeError: it is something else, as a URL is.
     """
     host, _, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not host or not _is_port(port) or "/" in text or (":" in host and not bracketed):
+    plain = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    if not is_host_port(text) or not host or not plain or int(port) == 0:
         kind = "a URL" if "://" in text else "no address"
         raise ArgumentTypeError(f"{text!r} is {kind}, but must be host:port, as 127.0.0.1:7700 is")
     return text
@@ -80,12 +80,7 @@ def base_url(text: str) -> str:
     Raises:
         ArgumentTypeError: it is something else, as host:port is.
     """
-    try:
-        parts = urlsplit(text)
-        complete = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is none
-        complete, parts = False, urlsplit("")
-    if parts.scheme not in ("http", "https") or not complete or parts.query or parts.fragment:
+    if not is_base_url(text):
         raise ArgumentTypeError(f"{text!r} is no base URL: it must be one as http://127.0.0.1:8000 is")
     return text.rstrip("/")
 
@@ -126,7 +121,3 @@ def lease_id(text: str) -> int:
         return lease_id_from_hex(text)
     except InvalidArgument as error:
         raise ArgumentTypeError(str(error)) from error
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text) < 65_536

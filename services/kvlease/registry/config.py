@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvlease.runtime.admin import AdminSettings
-from kvlease.runtime.config import require, setting
+from kvlease.runtime.config import require, require_host_port, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.store.settings import StoreSettings
@@ -49,4 +49,4 @@ class RegistryConfig(StoreSettings, TracingSettings, AdminSettings):
             f"be below heartbeat_interval_s ({self.heartbeat_interval_s:g})",
         )
         require(self.session_ids_max > 0, f"session_ids_max ({self.session_ids_max}) must be above 0")
-        require(self.listen.rpartition(":")[2].isdigit(), f"listen is {self.listen!r}, but must be host:port")
+        require_host_port("listen", self.listen)

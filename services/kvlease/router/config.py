@@ -14,7 +14,7 @@ from kvlease.router.loads import LoadLimits
 from kvlease.router.tenancy import parse_networks
 from kvlease.router.turn import TurnLimits
 from kvlease.runtime.admin import AdminSettings
-from kvlease.runtime.config import ConfigError, require, setting
+from kvlease.runtime.config import ConfigError, require, require_host_port, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.runtime.tls import TlsSettings
@@ -238,7 +238,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         require(bool(self.registries()), f"registry ({self.registry!r}) must name at least one host:port")
         addresses = [("registry", address) for address in self.registries()]
         for name, value in (("listen", self.listen), ("grpc_listen", self.grpc_listen), *addresses):
-            require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
+            require_host_port(name, value)
 
     def _validate_tenancy(self) -> None:
         require(

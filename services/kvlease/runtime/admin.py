@@ -8,7 +8,7 @@ from pathlib import Path
 from aiohttp import web
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.runtime.config import require, setting
+from kvlease.runtime.config import require_host_port, setting
 from kvlease.runtime.http_log import server_logger
 from kvlease.runtime.metrics import Metrics
 from kvlease.runtime.tls import Tls
@@ -37,10 +37,7 @@ class AdminSettings:
         Raises:
             ConfigError: it is none.
         """
-        require(
-            self.admin_listen.rpartition(":")[2].isdigit(),
-            f"admin_listen is {self.admin_listen!r}, but must be host:port",
-        )
+        require_host_port("admin_listen", self.admin_listen)
 
 
 class AdminServer:

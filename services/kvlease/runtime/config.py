@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
+from kvlease.runtime.addresses import is_host_port
+
 ENVIRONMENT_PREFIX = "KVLEASE"
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
@@ -53,6 +55,15 @@ def require(holds: bool, message: str) -> None:
     """
     if not holds:
         raise ConfigError(message)
+
+
+def require_host_port(name: str, address: str) -> None:
+    """Refuses an address that is not `host:port`.
+
+    Raises:
+        ConfigError: it is something else, as a URL is.
+    """
+    require(is_host_port(address), f"{name} is {address!r}, but must be host:port")
 
 
 def add_config_arguments(parser: ArgumentParser, config: type[ProcessConfig]) -> None:

@@ -4,8 +4,9 @@ import ipaddress
 from dataclasses import dataclass
 
 from kvlease.core.records import EngineRole
+from kvlease.runtime.addresses import is_base_url
 from kvlease.runtime.admin import AdminSettings
-from kvlease.runtime.config import ConfigError, require, setting
+from kvlease.runtime.config import ConfigError, require, require_host_port, setting
 from kvlease.runtime.logging import LogFormat
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.store.port import StoreKind
@@ -57,7 +58,11 @@ class SidecarConfig(StoreSettings, TracingSettings, AdminSettings):
             "etcd's leases are no shorter",
         )
         for name, value in (("listen", self.listen), ("advertise", self.advertise or self.listen)):
-            require(value.rpartition(":")[2].isdigit(), f"{name} is {value!r}, but must be host:port")
+            require_host_port(name, value)
+        require(
+            is_base_url(self.engine_url),
+            f"engine_url is {self.engine_url!r}, but must be a URL as http://127.0.0.1:8000 is",
+        )
         check_advertised(self.advertise or self.listen, allow_loopback=self.allow_loopback)
 
 
