@@ -30,7 +30,7 @@ from kvlease.v1 import connector_pb2, registry_pb2, registry_pb2_grpc, sidecar_p
 MODEL = "tiny-qwen3"
 AWAIT_S = 120.0
 PIN_WAIT_S = 15.0
-"""Two engines that spin on two cores leave little to the sidecars: a pin that would be answered must not be given up."""
+"""Two engines that spin on two cores leave little to the sidecars: no pin is given up that would be answered."""
 REPOSITORY = Path(__file__).parents[2]
 Message = dict[str, Any]
 
