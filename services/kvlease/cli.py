@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from kvlease import __version__
-from kvlease.operator.command import Parser
+from kvlease.operator.command import parser_kind
 
 COMMANDS = {
     "registry": ("kvlease.registry.main", "serve engines and leases, and the way to their holders"),
@@ -45,14 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # gRPC's fork handlers are for processes that go on after a fork; ours only start others, and they warn.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     module = import_module(COMMANDS[given[0]][0])
-    status: int = module.run(parser_of(given[0]).parse_args(given[1:]))
+    parser = parser_of(given[0], parser_kind(given))
+    status: int = module.run(parser.parse_args(given[1:]))
     return status
 
 
-def parser_of(name: str) -> ArgumentParser:
-    """The parser of one subcommand."""
+def parser_of(name: str, kind: type[ArgumentParser] = ArgumentParser) -> ArgumentParser:
+    """The parser of one subcommand; those of its verbs are of the same kind."""
     module_name, meaning = COMMANDS[name]
-    parser = Parser(prog=f"kvlease {name}", description=meaning)
+    parser = kind(prog=f"kvlease {name}", description=meaning)
     import_module(module_name).add_arguments(parser)
     return parser
 

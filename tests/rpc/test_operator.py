@@ -23,6 +23,7 @@ from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
 from kvlease.operator import command as operator_command
 from kvlease.operator import leases
+from kvlease.operator.command import parser_kind
 from kvlease.operator.flags import base_url, host_port
 from kvlease.testing.connector import FakeConnector
 from kvlease.v1 import registry_pb2
@@ -56,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     async def run_command(name: str, *arguments: str) -> Said:
         module = import_module(COMMANDS[name][0])
-        status = await module.run(parser_of(name).parse_args(arguments))
+        status = await module.run(parser_of(name, parser_kind(arguments)).parse_args(arguments))
         printed = capsys.readouterr()
         return Said(status, printed.out, printed.err)
 

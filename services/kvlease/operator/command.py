@@ -58,23 +58,17 @@ def not_found(message: str) -> OperatorError:
     return OperatorError(message, Exit.PROBLEM, "not_found")
 
 
-class Parser(ArgumentParser):
-    """Tells the faults of a command line as JSON where the line asks for JSON."""
+def parser_kind(given: Sequence[str]) -> type[ArgumentParser]:
+    """What parses a command line: it tells faults of the line as JSON where the line asks for JSON."""
+    wants_json = "--output=json" in given or ("--output", "json") in pairwise(given)
+    return _JsonParser if wants_json else ArgumentParser
 
-    _given: Sequence[str] = ()
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses, and remembers what was given; the parser of a verb gets what follows the verb."""
-        self._given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(args, namespace)
-
+class _JsonParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the command as a wrong use."""
-        if "--output=json" not in self._given and ("--output", "json") not in pairwise(self._given):
-            super().error(message)
-        name = self.prog.removeprefix("kvlease ")
-        _complain(name, OperatorError(message, Exit.USAGE), Output.JSON)
-        sys.exit(Exit.USAGE)
+        wrong = OperatorError(message, Exit.USAGE)
+        sys.exit(_complain(self.prog.removeprefix("kvlease "), wrong, Output.JSON))
 
 
 def perform(name: str, command: Perform, arguments: Namespace) -> int:
