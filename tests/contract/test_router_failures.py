@@ -13,16 +13,16 @@ from stubs.waiting import eventually
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(("leg", "status"), [("prefill", 422), ("decode", 422), ("decode", 429)])
 async def test_an_engines_refusal_keeps_status_body_and_retry_after(
-    stack: Stack, prefill: StubEngine, decode: StubEngine, leg: str, *, stream: bool
+    stack: Stack, prefill: StubEngine, decode: StubEngine, leg: str, status: int, *, stream: bool
 ) -> None:
     async def refuse(request: web.Request, received: Received) -> web.StreamResponse:
-        return web.Response(status=429, headers={"Retry-After": "7"}, body=b'{"error":{"message":"busy"}}')
+        return web.Response(status=status, headers={"Retry-After": "7"}, body=b'{"error":{"message":"busy"}}')
 
     (prefill if leg == "prefill" else decode).script = refuse
     answer = await stack.chat(FIRST, conversation_id="c", stream=stream)
-    assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+    assert (answer.status, answer.headers["Retry-After"]) == (status, "7")
     assert answer.raw == b'{"error":{"message":"busy"}}'
     assert len(decode.received) == (0 if leg == "prefill" else 1)
     assert stack.registry.confirmed == []

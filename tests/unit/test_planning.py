@@ -278,6 +278,15 @@ def test_a_conversation_keeps_its_path_until_another_one_is_clearly_faster() -> 
     assert (last.path, last.reason) == (TurnPath.APPEND, PlanReason.STEADY)
 
 
+def test_recomputing_once_is_no_reason_to_recompute_again() -> None:
+    waits = replace(MEASURED[0], backlog_tokens=500_000)
+    busy = replace(MEASURED[1], running=128)
+    made = priced(800, waits, busy, last_path=TurnPath.RECOMPUTE)
+    prices = {price.path: price.total_s for price in made.prices}
+    assert prices[TurnPath.READBACK] > 0.8 * prices[TurnPath.RECOMPUTE]
+    assert (made.path, made.reason) == (TurnPath.READBACK, PlanReason.FASTEST)
+
+
 @pytest.mark.parametrize("capped", ["p", "d"])
 def test_no_lease_is_read_while_an_engine_is_at_its_cap_of_reads(capped: str) -> None:
     engines = [replace(e, reads=16 if e.engine_id == capped else 15) for e in BOTH]

@@ -384,9 +384,13 @@ def _why_not_append(
 
 
 def _cheapest(prices: tuple[Price, ...], signals: TurnSignals) -> _Choice:
-    """The least price; the conversation's last path stays while no other one is clearly cheaper."""
+    """The least price; the conversation's last path stays while no other one is clearly cheaper.
+
+    Recomputing is none to stay on: it is what every first turn does.
+    """
     best = min(prices, key=lambda price: price.total_s)
-    last = next((price for price in prices if price.path is signals.last_path), best)
+    reusing = (price for price in prices if price.path is not TurnPath.RECOMPUTE)
+    last = next((price for price in reusing if price.path is signals.last_path), best)
     if last is not best and last.total_s * (1.0 - signals.limits.steady_share) <= best.total_s:
         return _Choice(last.path, PlanReason.STEADY, prices)
     return _Choice(best.path, PlanReason.FASTEST, prices)

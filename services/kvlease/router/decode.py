@@ -28,6 +28,7 @@ from kvlease.router.turn import (
     Turn,
     TurnServices,
     broken,
+    can_differ,
     refused,
     route_headers,
     unavailable,
@@ -35,6 +36,8 @@ from kvlease.router.turn import (
 )
 
 log = logging.getLogger(__name__)
+
+TOO_MANY_REQUESTS = 429
 
 DRAIN_S = 0.1
 """How long the end of a stream is waited for after its last event, so that its connection can be used again."""
@@ -49,12 +52,14 @@ class DecodeLeg:
     async def run(self, turn: Turn, handover: PinnedLease | None) -> None:
         """Answers the client. An engine that fails before its first byte is replaced once.
 
-        So is one that answers with a fault of its own (5xx), or does not have the model; where nobody can
-        replace it, the client gets that answer as it is.
+        So is one that answers with a fault of its own (5xx, or 200 with an error or what is no answer), is too busy
+        (408, 429), or does not have the model; where nobody can replace it, the client gets that answer as it is.
         """
-        self._remember_stream(turn)
+        request = turn.request
         tried: set[str] = set()
         for tries_left in reversed(range(TRIES_A_LEG)):
+            turn.request = request
+            self._remember_stream(turn)
             engine = self._services.engines.get(turn.plan.decode_engine_id)
             tried.add(turn.plan.decode_engine_id)
             sent = False
@@ -160,12 +165,11 @@ class DecodeLeg:
             with services.engines.running(engine_id), turn.until_first_byte as load:
                 self._count(load, turn, engine_id, handover)
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
-                    if _can_differ(reply.status) and self._can_replace(turn, tried):
-                        fault = reply.status not in NOT_SERVED
-                        raise LegError(f"the decode engine answered {reply.status}", sent=fault, fault=fault)
+                    if can_differ(reply.status) and self._can_replace(turn, tried):
+                        raise _answered(reply.status)
                     if path and not _is_stream(reply):
                         raise LegError("the engine does not resume the stream", sent=True, fault=False)
-                    await self._relay(turn, engine, handover, reply)
+                    await self._relay(turn, engine, handover, reply, tried)
         except LegError as failed:
             if failed.fault:
                 services.engines.suspect(engine_id)
@@ -212,7 +216,12 @@ class DecodeLeg:
         return TurnParams(turn.request.tenant, read=read, keep=keep)
 
     async def _relay(
-        self, turn: Turn, engine: Engine, handover: PinnedLease | None, reply: EngineReply
+        self,
+        turn: Turn,
+        engine: Engine,
+        handover: PinnedLease | None,
+        reply: EngineReply,
+        tried: set[str] | None,
     ) -> None:
         headers = answer_headers(reply.headers)
         if reply.status >= 400:
@@ -221,20 +230,24 @@ class DecodeLeg:
                 turn.loose_pins[handover.pin_id] = handover
             await refused(turn, Refusal(reply.status, headers, body))
         elif _is_stream(reply):
-            await self._relay_stream(turn, engine, handover, reply)
+            await self._relay_stream(turn, engine, handover, reply, tried)
         else:
-            await self._relay_whole(turn, engine, reply)
+            await self._relay_whole(turn, engine, reply, tried)
 
-    async def _relay_whole(self, turn: Turn, engine: Engine, reply: EngineReply) -> None:
+    async def _relay_whole(
+        self, turn: Turn, engine: Engine, reply: EngineReply, tried: set[str] | None
+    ) -> None:
         raw = await reply.body()
         answer = parse_answer(raw)
         reader = turn.request.dialect.reader()
         if answer is not None:
             reader.read(answer)
-        turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
         if answer is None or reader.failed:
+            if self._can_replace(turn, tried):
+                raise LegError("the decode engine gave no answer", sent=True)
             await broken(turn, 502, "the decode engine gave no answer")
             return
+        turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
         report = report_of(answer)
         self._end(turn, engine, reader, kept=report is None or report.kept_tokens > 0)
         self._learn(turn, reader)
@@ -242,7 +255,12 @@ class DecodeLeg:
         await turn.client.answer(reply.status, headers, client_answer(raw, answer, turn.request.dialect))
 
     async def _relay_stream(
-        self, turn: Turn, engine: Engine, handover: PinnedLease | None, reply: EngineReply
+        self,
+        turn: Turn,
+        engine: Engine,
+        handover: PinnedLease | None,
+        reply: EngineReply,
+        tried: set[str] | None,
     ) -> None:
         splitter = EventSplitter()
         turn.reader = reader = turn.request.dialect.reader()
@@ -258,6 +276,8 @@ class DecodeLeg:
                     if reader.failed_silently:
                         parts.append(error_event(502, "the engine failed", "engine_failed", turn.request.api))
                 parts.append(passed.data)
+            if reader.failed and not turn.answered and self._can_replace(turn, tried):
+                raise LegError("the decode engine failed before its first token", sent=True)
             if reader.finished_well and not turn.record.ended:
                 self._end(turn, engine, reader, kept=True)
             self._learn(turn, reader)
@@ -346,9 +366,11 @@ def _suffix_tokens(turn: Turn, engine_id: str) -> int | None:
     return lease.suffix_tokens if isinstance(lease, LeaseSignal) and lease.engine_id == engine_id else None
 
 
-def _can_differ(status: int) -> bool:
-    """Whether another engine may answer what this one does not."""
-    return status >= 500 or status in NOT_SERVED
+def _answered(status: int) -> LegError:
+    """An engine's answer as a failure: one that refuses has begun nothing."""
+    fault = status not in NOT_SERVED
+    begun = fault and status != TOO_MANY_REQUESTS
+    return LegError(f"the decode engine answered {status}", sent=begun, fault=fault)
 
 
 def _is_stream(reply: EngineReply) -> bool:

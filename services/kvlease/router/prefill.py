@@ -30,6 +30,7 @@ from kvlease.router.turn import (
     Refusal,
     Turn,
     TurnServices,
+    can_differ,
     without_prefill,
 )
 
@@ -55,8 +56,10 @@ class PrefillLeg:
             if engine is not None:
                 try:
                     return await self._try(turn, engine)
-                except LegError:
+                except LegError as failed:
                     turn.record.prefill_engine_id = ""
+                    if failed.fault:
+                        self._services.engines.suspect(engine.holder.engine_id)
             chosen = self._another(turn, tried)
             if chosen is None:
                 break
@@ -179,7 +182,6 @@ class PrefillLeg:
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
                     answered = Refusal(reply.status, answer_headers(reply.headers), await reply.body())
         except LegError as failed:
-            services.engines.suspect(engine.holder.engine_id)
             if pin is not None and not failed.sent:
                 turn.loose_pins[pin.pin_id] = pin
             raise
@@ -188,8 +190,9 @@ class PrefillLeg:
                 services.renewals.drop_pin(pin.pin_id)
         if pin is not None and answered.status >= 400:
             turn.loose_pins[pin.pin_id] = pin
-        if answered.status >= 500 or answered.status in NOT_SERVED:
-            raise LegError(f"the prefill engine answered {answered.status}", sent=True)
+        if can_differ(answered.status):
+            fault = answered.status not in NOT_SERVED
+            raise LegError(f"the prefill engine answered {answered.status}", sent=True, fault=fault)
         return answered
 
     def _take_over(self, turn: Turn, transfer: PinnedLease, raw: bytes) -> PinnedLease | None:

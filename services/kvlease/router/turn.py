@@ -37,6 +37,9 @@ TRIES_A_LEG = 2
 NOT_SERVED = frozenset({404, 405})
 """Statuses of an engine that does not have the model (an adapter is often loaded in some only), or the API."""
 
+BUSY = frozenset({408, 429})
+"""Statuses of an engine that has no time or no room for a request, which another one may have."""
+
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -175,6 +178,11 @@ class TurnServices:
     def unpin(self, pin: PinnedLease) -> None:
         """Ends a pin in the background."""
         self.background.run(self.registry.unpin(pin.holder, pin.lease_id, pin.pin_id))
+
+
+def can_differ(status: int) -> bool:
+    """Whether another engine may answer what one answered so."""
+    return status >= 500 or status in NOT_SERVED or status in BUSY
 
 
 def without_prefill(turn: Turn, reason: PlanReason) -> Plan:
