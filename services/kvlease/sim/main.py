@@ -15,6 +15,7 @@ from kvlease.core.ids import Holder
 from kvlease.core.records import KvLocation
 from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.config import ConfigError, add_config_arguments, load_config
+from kvlease.runtime.http_log import server_logger
 from kvlease.runtime.logging import configure_logging
 from kvlease.runtime.telemetry import make_telemetry
 from kvlease.runtime.tls import make_tls
@@ -46,7 +47,9 @@ async def serve(config: SimConfig, stop: asyncio.Event) -> None:
     engine = SimEngine(config.engine(), holder, location, LoopClock(), pins, transfers)
     async with serve_side_channel(engine, config.host, config.side_channel_port) as side_channel_port:
         engine.place(replace(location, side_channel_port=side_channel_port))
-        runner = web.AppRunner(EngineApi(engine, tracer).app(), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            EngineApi(engine, tracer).app(), handler_cancellation=True, access_log=None, logger=server_logger
+        )
         await runner.setup()
         ssl_context = None if tls is None else tls.server_context(clients_have_certificates=True)
         await web.TCPSite(runner, config.host, config.port, ssl_context=ssl_context).start()
