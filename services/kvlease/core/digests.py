@@ -83,16 +83,19 @@ def chain(
         block_size: tokens of one block.
         extras: per block index, what else its KV depends on (multimodal hashes and their places).
     """
-    key = root.key()
+    begun = blake2b(digest_size=DIGEST_BYTES, key=root.key())
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     previous = b""
     digests = bytearray()
     tail = b""
     for start in range(0, len(token_ids), block_size):
-        block = token_ids[start : start + block_size]
-        extra = extras.get(start // block_size, b"") if extras else b""
-        payload = previous + struct.pack(f"<I{len(block)}I", len(block), *block) + extra
-        previous = blake2b(payload, digest_size=DIGEST_BYTES, key=key).digest()
-        if len(block) == block_size:
+        tokens = min(block_size, len(token_ids) - start)
+        digest = begun.copy()
+        digest.update(previous + struct.pack("<I", tokens) + packed[start * 4 : (start + tokens) * 4])
+        if extras:
+            digest.update(extras.get(start // block_size, b""))
+        previous = digest.digest()
+        if tokens == block_size:
             digests += previous
         else:
             tail = previous

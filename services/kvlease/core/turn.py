@@ -218,7 +218,7 @@ def _text(body: Mapping[str, Any], key: str) -> str:
 
 def _is_unicode(value: str) -> bool:
     """False for lone surrogates: JSON can hold them, protobuf and UTF-8 cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _filled(body: Mapping[str, Any], key: str) -> str:

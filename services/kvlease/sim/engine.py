@@ -85,7 +85,9 @@ class Work:
     Attributes:
         blocks: its blocks, each referenced once.
         computed: blocks at the head that hold the KV of the prompt.
-        attended: per block, what it held when it was attended to, and the state after it.
+        attended: per block, what it held when it was attended to.
+        states: per block that was attended to, the state after it.
+        cache_keys: the prefix cache's keys of the full blocks that were asked for so far.
     """
 
     request: SimRequest
@@ -99,7 +101,9 @@ class Work:
     kept_tokens: int = 0
     read_s: float = 0.0
     sampled: int = 0
-    attended: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
+    attended: list[bytes] = field(default_factory=list[bytes])
+    states: list[bytes] = field(default_factory=list[bytes])
+    cache_keys: list[bytes] = field(default_factory=list[bytes])
 
 
 class Generation:
@@ -290,11 +294,13 @@ class SimEngine:
 
     def _cache_keys(self, work: Work, tokens: int) -> list[bytes]:
         """The prefix cache's keys of the full blocks among the first `tokens` tokens."""
-        root = ChainRoot(
-            "", self.settings.model, self.settings.weights_version, "", "", work.request.cache_salt
-        )
-        digests = chain(root, work.tokens[:tokens], self.settings.block_size).digests
-        return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+        blocks = tokens // self.settings.block_size
+        if blocks > len(work.cache_keys):
+            digests = self._chain(work, "", len(work.tokens)).digests
+            work.cache_keys = [
+                digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)
+            ]
+        return work.cache_keys[:blocks]
 
     def _chain(self, work: Work, tenant: str, tokens: int) -> BlockChain:
         settings = self.settings
@@ -368,18 +374,15 @@ class SimEngine:
 
     def _attend(self, work: Work, blocks: int) -> bytes:
         """The state after the first blocks, from what they hold now; what is unchanged is not computed again."""
-        attended = work.attended
-        contents = [self.pool.read(block_id) for block_id in work.blocks[:blocks]]
-        known = 0
-        for (content, _), now in zip(attended, contents, strict=False):
-            if content != now:
-                break
-            known += 1
-        del attended[known:]
-        state = attended[-1][1] if attended else self._model.start()
+        contents = self.pool.read_all(work.blocks[:blocks])
+        known = _common(work.attended, contents)
+        states = work.states
+        del states[known:]
+        state = states[-1] if states else self._model.start()
         for content in contents[known:]:
             state = self._model.attend(state, content)
-            attended.append((content, state))
+            states.append(state)
+        work.attended = contents
         return state
 
     async def _admit(self, work: Work, keys: list[bytes]) -> None:
@@ -445,3 +448,11 @@ class SimEngine:
 
     def _wake(self) -> None:
         self._freed.set()
+
+
+def _common(left: list[bytes], right: list[bytes]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(place for place in range(length) if left[place] != right[place])

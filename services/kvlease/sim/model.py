@@ -37,26 +37,31 @@ class SimModel:
     """Weights: their name and version are all that the KV depends on besides the tokens."""
 
     def __init__(self, name: str, weights_version: str = "") -> None:
-        self._key = blake2b(f"{name}\0{weights_version}".encode(), digest_size=32).digest()
+        key = blake2b(f"{name}\0{weights_version}".encode(), digest_size=32).digest()
+        self._begun = blake2b(digest_size=CONTENT_BYTES, key=key)
 
     def start(self) -> bytes:
         """The state before the first block."""
-        return blake2b(b"start", digest_size=CONTENT_BYTES, key=self._key).digest()
+        return self._digest(b"start")
 
     def compute(self, state: bytes, token_ids: Sequence[int]) -> bytes:
         """The KV of a block of tokens on top of what is stored before it."""
-        payload = state + struct.pack(f"<{len(token_ids)}I", *token_ids)
-        return blake2b(payload, digest_size=CONTENT_BYTES, key=self._key).digest()
+        return self._digest(state + struct.pack(f"<{len(token_ids)}I", *token_ids))
 
     def attend(self, state: bytes, content: bytes) -> bytes:
         """The state after a block, from what is stored in it."""
-        return blake2b(state + content, digest_size=CONTENT_BYTES, key=self._key).digest()
+        return self._digest(state + content)
 
     def sample(self, state: bytes) -> Sample:
         """The token that follows a state, always the same one."""
-        digest = blake2b(state + b"sample", digest_size=8, key=self._key).digest()
+        digest = self._digest(state + b"sample")
         token_id = _ALPHABET[digest[0] % len(_ALPHABET)]
         return Sample(token_id, -int.from_bytes(digest[1:5], "big") / 2**32 - 1e-6)
+
+    def _digest(self, payload: bytes) -> bytes:
+        digest = self._begun.copy()
+        digest.update(payload)
+        return digest.digest()
 
 
 def tokens_of_text(text: str) -> list[int]:

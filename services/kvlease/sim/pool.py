@@ -99,6 +99,11 @@ class BlockPool:
         """The stored KV."""
         return self._blocks[block_id].content
 
+    def read_all(self, block_ids: Iterable[int]) -> list[bytes]:
+        """The stored KV of each."""
+        blocks = self._blocks
+        return [blocks[block_id].content for block_id in block_ids]
+
     def forget_prefixes(self) -> bool:
         """Empties the prefix cache; False, and nothing done, while a block is referenced."""
         if len(self._free) < len(self._blocks):

@@ -6,10 +6,10 @@ go by too. Like one of an operating system it can be stopped, go on, and be kill
 """
 
 import asyncio
-import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
+from heapq import heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 TIMER_LEAST_S = 1e-6
@@ -23,14 +23,50 @@ class SimulationStuckError(RuntimeError):
     """Nothing is ready and no timer is set: everything waits for something that never comes."""
 
 
+class _Handle(asyncio.TimerHandle):
+    """A callback that will run in its context, at once or in time.
+
+    A simulation makes many of these: no more is set than a loop without debugging needs.
+
+    Attributes:
+        process: whose it is, by its context.
+    """
+
+    __slots__ = ("process",)
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: "VirtualLoop",
+        context: Context | None,
+        virtual_s: float,
+    ) -> None:
+        if context is None:
+            context, self.process = copy_context(), CURRENT.get()
+        else:
+            self.process = context.get(CURRENT)
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._context = context
+        self._cancelled = False
+        self._source_traceback = None
+        self._when = virtual_s
+
+    def cancel(self) -> None:
+        """It will not run. One that is a timer leaves the loop when its time comes."""
+        self._cancelled = True
+
+
 class Process:
     """A simulated process. Its clock began somewhere and runs at its own rate: it is a `Clock`.
 
     Args:
         origin_s: what its clock shows at virtual time 0.
-        rate: seconds of its clock per virtual second.
 
     Attributes:
+        rate: seconds of its clock per virtual second.
         stopped: nothing of it runs for now.
         dead: nothing of it runs any more.
     """
@@ -39,11 +75,11 @@ class Process:
         self.name = name
         self.stopped = False
         self.dead = False
-        self.held: deque[asyncio.Handle] = deque()
+        self.held: deque[_Handle] = deque()
         self.died = asyncio.Event()
         self._loop = loop
         self._origin_s = origin_s
-        self._rate = rate
+        self.rate = rate
         self._context = Context()
         self._context.run(CURRENT.set, self)
 
@@ -53,15 +89,22 @@ class Process:
 
     def local_s(self, virtual_s: float) -> float:
         """What its clock shows at a virtual time."""
-        return self._origin_s + self._rate * virtual_s
+        return self._origin_s + self.rate * virtual_s
 
     def virtual_s(self, local_s: float) -> float:
         """The virtual time at which its clock shows `local_s`."""
-        return (local_s - self._origin_s) / self._rate
+        return (local_s - self._origin_s) / self.rate
 
     def post(self, callback: Callable[[], object]) -> None:
         """Runs a callback in the process, once it is its turn."""
         self._loop.call_soon(callback, context=self._context)
+
+    def deliver(self, callback: Callable[[], object]) -> None:
+        """Runs a callback in the process at once, or when it goes on. Called from outside of every process."""
+        if self.stopped:
+            self.post(callback)
+        else:
+            self._context.run(callback)
 
     def run(self, callback: Callable[[], None]) -> None:
         """Runs a callback in the process at once."""
@@ -92,7 +135,7 @@ class Process:
     def _let_go(self) -> None:
         self.stopped = False
         held, self.held = self.held, deque()
-        self._loop.put_back(held, self)
+        self._loop.put_back(held)
 
 
 CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
@@ -105,17 +148,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
     Attributes:
         virtual_s: seconds since the loop was made.
         steps: callbacks that became due.
-        before_jump: called whenever all that could happen at one moment has happened.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.virtual_s = 0.0
         self.steps = 0
-        self.before_jump: Callable[[], None] = lambda: None
-        self._due: deque[tuple[asyncio.Handle, Process | None]] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle, Process | None]] = []
+        self._due: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._timers_set = 0
+        # asyncio refers weakly to tasks: what stands still for ever would be collected, and its `finally` run.
+        self._tasks: list[asyncio.Task[Any]] = []
         self._world = Context()
 
     def time(self) -> float:
@@ -130,9 +173,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: Context | None = None,
     ) -> asyncio.Handle:
         """Runs a callback next, in its context's process."""
-        context = copy_context() if context is None else context
-        handle = asyncio.Handle(callback, args, self, context)
-        self._due.append((handle, context.get(CURRENT)))
+        handle = _Handle(callback, args, self, context, self.virtual_s)
+        self._due.append(handle)
         return handle
 
     def call_soon_threadsafe(
@@ -154,58 +196,85 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Runs a callback at a time on the clock of whoever asks."""
         process = CURRENT.get()
         virtual_s = when if process is None else process.virtual_s(when)
-        return self._set_timer(virtual_s, callback, args, copy_context() if context is None else context)
+        return self._push(virtual_s, callback, args, context)
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Arguments]], object],
+        *args: *Arguments,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Runs a callback after seconds on the clock of whoever asks."""
+        process = CURRENT.get()
+        virtual_s = self.virtual_s + (delay if process is None else delay / process.rate)
+        return self._push(virtual_s, callback, args, context)
 
     def call_in_world(self, seconds: float, callback: Callable[[], object]) -> asyncio.TimerHandle:
         """Runs a callback outside of every process, after virtual seconds."""
-        return self._set_timer(self.virtual_s + seconds, callback, (), self._world)
+        return self._push(self.virtual_s + seconds, callback, (), self._world)
 
     def spawn_in_world(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
         """Starts a task outside of every process."""
         return self.create_task(work, context=self._world.copy())
 
-    def put_back(self, handles: "deque[asyncio.Handle]", process: Process) -> None:
+    def create_task(
+        self,
+        coro: Generator[Any, None, Result] | Coroutine[Any, Any, Result],
+        *,
+        name: object = None,
+        context: Context | None = None,
+    ) -> "asyncio.Task[Result]":
+        """Starts a task, in its context's process."""
+        task = asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
+        self._tasks.append(task)
+        return task
+
+    def put_back(self, handles: "deque[_Handle]") -> None:
         """Runs what a process could not run while it was stopped."""
-        self._due.extend((handle, process) for handle in handles)
+        self._due.extend(handles)
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _set_timer(
-        self, virtual_s: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context
+    def _push(
+        self,
+        virtual_s: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: Context | None,
     ) -> asyncio.TimerHandle:
         virtual_s = max(virtual_s, self.virtual_s + TIMER_LEAST_S)
-        timer = asyncio.TimerHandle(virtual_s, callback, args, self, context)
+        timer = _Handle(callback, args, self, context, virtual_s)
         self._timers_set += 1
-        heapq.heappush(self._timers, (virtual_s, self._timers_set, timer, context.get(CURRENT)))
+        heappush(self._timers, (virtual_s, self._timers_set, timer))
         return timer
 
     def _run_once(self) -> None:
-        """Runs all that is due now; when nothing is, jumps to the next timer first."""
+        """Runs all that is due, moment after moment, until the loop is to stop."""
         due = self._due
-        if not due and not self._stopping:  # type: ignore[attr-defined]
-            self.before_jump()
+        while True:
             if not due:
+                if self._stopping:  # type: ignore[attr-defined]
+                    return
                 self._jump()
-        self.steps += len(due)
-        for _ in range(len(due)):
-            handle, process = due.popleft()
-            if handle.cancelled():
-                continue
-            if process is not None and process.stopped:
+            self.steps += 1
+            handle = due.popleft()
+            process = handle.process
+            if handle._cancelled:
+                pass
+            elif process is not None and process.stopped:
                 process.held.append(handle)
             else:
                 handle._run()  # pyright: ignore[reportPrivateUsage]
+            if self._stopping:  # type: ignore[attr-defined]
+                return
 
     def _jump(self) -> None:
         timers = self._timers
-        while timers and timers[0][2].cancelled():
-            heapq.heappop(timers)
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)
         if not timers:
             raise SimulationStuckError("nothing is ready and no timer is set")
         self.virtual_s = max(self.virtual_s, timers[0][0])
         while timers and timers[0][0] <= self.virtual_s:
-            _, _, timer, process = heapq.heappop(timers)
-            self._due.append((timer, process))
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers leave when their time comes."""
+            self._due.append(heappop(timers)[2])

@@ -58,7 +58,6 @@ class SimNetwork:
         self._blocked: set[tuple[str, str]] = set()
         self._connections: dict[Connection, None] = {}
         self._started: list[Process] = []
-        self._remains: list[set[asyncio.Task[Any]]] = []
         self._log = blake2b(digest_size=16)
         self.closed = False
 
@@ -80,8 +79,6 @@ class SimNetwork:
         if process is None:
             return
         process.kill()
-        # The loop refers weakly to tasks: what stands still for ever would be collected, and its `finally` run.
-        self._remains.append(asyncio.all_tasks(self.loop))
         self.note(f"kill {name}")
         for connection in [one for one in self._connections if process in one.ends]:
             connection.close(process)
@@ -188,7 +185,7 @@ class SimNetwork:
             else:
                 answer.set_result(result)
 
-        self._send(target, caller.name, lambda: None if caller.dead else caller.post(settle))
+        self._send(target, caller.name, lambda: None if caller.dead else caller.deliver(settle))
 
     def _send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
         lost = self._random.random() < self._settings.loss
@@ -232,8 +229,8 @@ class SimNetwork:
     def delay_s(self, source: str, target: str) -> float:
         """How long a message travels."""
         settings, random = self._settings, self._random
-        slow = not self.slowed.isdisjoint((source, target)) or random.random() < settings.slow_share
-        return random.uniform(0.0, settings.slow_s if slow else settings.delay_s)
+        slow = source in self.slowed or target in self.slowed or random.random() < settings.slow_share
+        return random.random() * (settings.slow_s if slow else settings.delay_s)
 
     def notice_s(self) -> float:
         """How long an end takes to learn that its connection broke."""
@@ -284,7 +281,7 @@ class Connection:
                 self._break()
             elif self._open[target]:
                 network.note(f"{source.name} {target.name}")
-                target.post(lambda: deliver() if self._open[target] else None)
+                target.deliver(lambda: deliver() if self._open[target] else None)
 
         network.loop.call_in_world(arrives_s - now_s, arrive)
 

@@ -10,6 +10,9 @@
 """
 
 import asyncio
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,8 +72,20 @@ class RunResult:
 def simulate(settings: WorldSettings) -> RunResult:
     """Runs one seed in virtual time."""
     loop = VirtualLoop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+    with _no_collection(), asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(_simulate(settings, loop))
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """A world is small, short-lived and full of cycles: they are looked for once, when it is over."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 async def _simulate(settings: WorldSettings, loop: VirtualLoop) -> RunResult:

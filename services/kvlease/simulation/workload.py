@@ -218,7 +218,7 @@ class Client:
         return await self._clients.turn(self._tenant, random.choice(self._world.routers), ask)
 
     def _text(self, least: int, most: int) -> str:
-        return " ".join(self._random.choice(_WORDS) for _ in range(self._random.randint(least, most)))
+        return " ".join(self._random.choices(_WORDS, k=self._random.randint(least, most)))
 
 
 class Survivor:
