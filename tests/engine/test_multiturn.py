@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,34 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     command = [sys.executable, "-m", "kvlease.cli", "bench", *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def talk(name: str) -> dict[str, Any]:
+    """A conversation of two turns, as vLLM's multi-turn benchmark reads it."""
+    said = [("user", f"{name}: " + "What is a lease? " * 40), ("assistant", "It ends. " * 12)] * 2
+    return {"id": name, "messages": [{"role": role, "content": content} for role, content in said]}
+
+
+@pytest.mark.usefixtures("engines_lock")
+def test_conversations_of_a_file_are_replayed_by_every_mode(tmp_path: Path) -> None:
+    conversations, record = tmp_path / "talks.json", tmp_path / "record.json"
+    conversations.write_text(json.dumps([talk("a"), talk("b"), talk("c")]))
+    ran = bench(
+        *("multiturn", "--input", str(conversations), "--modes", "on,append,stock", "--repeats", "1"),
+        *("--conversations", "2", "--output", str(record)),
+    )
+    assert ran.returncode == 0, ran.stderr
+    turns = json.loads(record.read_text())["turns"]
+    paths = {(turn["mode"], turn["turn"]): turn["path"] for turn in turns}
+    assert paths == {
+        ("on", 1): "recompute",
+        ("on", 2): "readback",
+        ("append", 1): "recompute",
+        ("append", 2): "append",
+        ("stock", 2): "readback",
+    }
+    assert [turn["mode"] for turn in turns].count("on") == 6
+    assert all(turn["reused_tokens"] > 0 for turn in turns if turn["turn"] == 2)
 
 
 @pytest.mark.usefixtures("engines_lock")

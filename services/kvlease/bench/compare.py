@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from kvlease.bench.multiturn.main import read_record
+from kvlease.bench.multiturn.record import read_record
 from kvlease.bench.multiturn.report import compared, summary
 from kvlease.core.errors import InvalidArgument
 
@@ -29,11 +29,12 @@ def run(arguments: Namespace) -> int:
         print(json.dumps(rows, indent=1))
     else:
         print(
-            f"{'mode':8}{'prompt':>8}{'suffix':>8}{'at once':>8}{'first ms':>10}{'second ms':>10}{'ratio':>8}"
+            f"{'mode':8}{'turn':>6}{'prompt':>8}{'suffix':>8}{'at once':>8}"
+            f"{'first ms':>10}{'second ms':>10}{'ratio':>8}"
         )
         for row in rows:
             print(
-                f"{row['mode']:8}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
+                f"{row['mode']:8}{row['turn']:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
                 f"{row['first_p50_ms']:>10.1f}{row['second_p50_ms']:>10.1f}{row['ratio']:>8.3f}"
             )
     if not rows:

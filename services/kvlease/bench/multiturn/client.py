@@ -46,8 +46,10 @@ class Reply:
 class Fleet(Protocol):
     """Serves turns of conversations."""
 
-    async def turn(self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool) -> Reply:
-        """One turn that generates `tokens` tokens.
+    async def turn(
+        self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool, salt: str = ""
+    ) -> Reply:
+        """One turn that generates `tokens` tokens. No cache is shared with turns of another salt.
 
         Raises:
             TurnFailedError: it was answered with an error.
@@ -63,9 +65,12 @@ class RoutedFleet:
         self._router_url = router_url
         self._model = model
 
-    async def turn(self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool) -> Reply:
+    async def turn(
+        self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool, salt: str = ""
+    ) -> Reply:
         """One turn; its path and what was reused come from the router's record."""
-        body = {**completion_body(self._model, prompt, tokens, stream), "conversation_id": conversation_id}
+        body = completion_body(self._model, prompt, tokens, stream, salt)
+        body["conversation_id"] = conversation_id
         reply = await send(self._session, self._router_url, body)
         url = f"{self._router_url}/v1/kvlease/conversations/{conversation_id}"
         async with self._session.get(url) as response:
@@ -88,15 +93,17 @@ class StockFleet:
         self._model = model
         self._kept: dict[str, dict[str, Any]] = {}
 
-    async def turn(self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool) -> Reply:
+    async def turn(
+        self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool, salt: str = ""
+    ) -> Reply:
         """One turn of two legs. Only one that is not streamed returns what the next may read."""
         kept = self._kept.pop(conversation_id, None)
         params = {**kept, "do_remote_decode": True, "do_remote_prefill": False} if kept else MISS
         began_s = time.perf_counter()
-        leg = completion_body(self._model, prompt, 1, stream=False)
+        leg = completion_body(self._model, prompt, 1, False, salt)
         answer = await post(self._session, self._prefill_url, {**leg, "kv_transfer_params": params})
         prefill_s = time.perf_counter() - began_s
-        body = completion_body(self._model, prompt, tokens, stream)
+        body = completion_body(self._model, prompt, tokens, stream, salt)
         reply = await send(
             self._session, self._decode_url, {**body, "kv_transfer_params": answer["kv_transfer_params"]}
         )
@@ -109,9 +116,13 @@ class StockFleet:
         return reply
 
 
-def completion_body(model: str, prompt: Sequence[int], tokens: int, stream: bool) -> dict[str, Any]:
+def completion_body(
+    model: str, prompt: Sequence[int], tokens: int, stream: bool, salt: str = ""
+) -> dict[str, Any]:
     """A greedy completion of exactly `tokens` tokens."""
+    salted = {"cache_salt": salt} if salt else {}
     return {
+        **salted,
         "model": model,
         "prompt": list(prompt),
         "max_tokens": tokens,
@@ -120,6 +131,22 @@ def completion_body(model: str, prompt: Sequence[int], tokens: int, stream: bool
         "return_token_ids": True,
         "stream": stream,
     }
+
+
+async def tokenize(session: aiohttp.ClientSession, engine_url: str, model: str, text: str) -> list[int]:
+    """A text's tokens, without those that an engine puts around a prompt.
+
+    Raises:
+        TurnFailedError: the engine has no tokenizer.
+    """
+    body = {"model": model, "prompt": text, "add_special_tokens": False}
+    async with session.post(f"{engine_url}/tokenize", json=body) as response:
+        if response.status != 200:
+            raise TurnFailedError(
+                f"{engine_url}/tokenize answered {response.status}: {await response.text()}"
+            )
+        tokens: list[int] = (await response.json())["tokens"]
+        return tokens
 
 
 async def post(session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:

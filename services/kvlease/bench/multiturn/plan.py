@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 
@@ -117,12 +117,16 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TurnStats:
-    """The second turn of one conversation. Times are milliseconds.
+    """A turn that was measured: the second of a sweep's conversation, any of a replayed one. Times in ms.
 
     Attributes:
+        length: tokens of the prompt without what this turn adds and what the turn before generated.
+        suffix: tokens that this turn adds.
+        conversations: at once.
         prefill_ms: the prefill leg; where a router serves, the part of it that its engine reported, else 0.
-        transfer_ms, bytes, descriptors: of NIXL READs by both engines during the cell, shared among its
-            conversations.
+        transfer_ms, bytes, descriptors: of NIXL READs by both engines during the cell, shared among its turns.
+        turn: from 1, within its conversation.
+        source: file of the conversation that was replayed; empty in a sweep.
     """
 
     cell: str
@@ -137,9 +141,15 @@ class TurnStats:
     reason: str
     reused_tokens: int
     prefill_ms: float
-    transfer_ms: float
-    bytes: float
-    descriptors: float
+    transfer_ms: float = 0.0
+    bytes: float = 0.0
+    descriptors: float = 0.0
+    turn: int = 2
+    source: str = ""
+
+    def moved(self, transfer_ms: float, moved_bytes: float, descriptors: float) -> "TurnStats":
+        """The same turn with its share of what was READ."""
+        return replace(self, transfer_ms=transfer_ms, bytes=moved_bytes, descriptors=descriptors)
 
 
 def prompt_tokens(seed: str, count: int, vocabulary: int) -> list[int]:

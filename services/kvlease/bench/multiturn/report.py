@@ -10,8 +10,10 @@ from typing import Any
 from kvlease.bench.multiturn.plan import Mode, TurnStats
 from kvlease.core.errors import InvalidArgument
 
-Key = tuple[int, int, int]
-"""Length, suffix, conversations."""
+Key = tuple[str, int, int, int, int]
+"""Source, turn, length, suffix, conversations: what is compared. A replay's turns have lengths of their own: 0."""
+
+KEY_NAMES = ("source", "turn", "length", "suffix", "conversations")
 
 SINGLE_PATHS = (Mode.OFF, Mode.ON, Mode.APPEND)
 
@@ -22,16 +24,19 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(turns: Iterable[TurnStats]) -> list[dict[str, Any]]:
-    """A row per mode and point of the sweep: percentiles of TTFT, what moved, and the paths taken."""
+    """A row per mode and point of the sweep, or turn of the replay: TTFT, what moved, and the paths taken."""
     groups: dict[tuple[Key, Mode], list[TurnStats]] = defaultdict(list)
     for turn in turns:
-        groups[(turn.length, turn.suffix, turn.conversations), turn.mode].append(turn)
+        length, suffix = (0, 0) if turn.source else (turn.length, turn.suffix)
+        groups[(turn.source, turn.turn, length, suffix, turn.conversations), turn.mode].append(turn)
     return [
         {
             "mode": mode.value,
-            "length": key[0],
-            "suffix": key[1],
-            "conversations": key[2],
+            "source": key[0],
+            "turn": key[1],
+            "length": percentile([turn.length for turn in group], 0.5),
+            "suffix": percentile([turn.suffix for turn in group], 0.5),
+            "conversations": key[4],
             "turns": len(group),
             "ttft_p50_ms": percentile([turn.ttft_ms for turn in group], 0.5),
             "ttft_p99_ms": percentile([turn.ttft_ms for turn in group], 0.99),
@@ -50,12 +55,11 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per point: AUTO and readback beside stock's readback, and AUTO beside the best single path."""
     medians: dict[Key, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        key = (row["length"], row["suffix"], row["conversations"])
-        medians[key][row["mode"]] = row["ttft_p50_ms"]
+        medians[_key(row)][row["mode"]] = row["ttft_p50_ms"]
     found: list[dict[str, Any]] = []
-    for (length, suffix, conversations), of in medians.items():
+    for key, of in medians.items():
         singles = [of[mode] for mode in SINGLE_PATHS if mode in of]
-        point: dict[str, Any] = {"length": length, "suffix": suffix, "conversations": conversations}
+        point: dict[str, Any] = dict(zip(KEY_NAMES, key, strict=True))
         if "auto" in of and "stock" in of:
             point["auto_to_stock"] = round(of["auto"] / of["stock"], 3)
         if "on" in of and "stock" in of:
@@ -68,11 +72,19 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _key(row: Mapping[str, Any]) -> Key:
+    length, suffix = (0, 0) if row["source"] else (row["length"], row["suffix"])
+    return row["source"], row["turn"], length, suffix, row["conversations"]
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The summary for a terminal."""
-    head = f"{'mode':8}{'prompt':>8}{'suffix':>8}{'at once':>8}{'p50 ms':>10}{'p99 ms':>10}{'MiB read':>10}  path"
+    head = (
+        f"{'mode':8}{'turn':>6}{'prompt':>8}{'suffix':>8}{'at once':>8}"
+        f"{'p50 ms':>10}{'p99 ms':>10}{'MiB read':>10}  path"
+    )
     lines = [
-        f"{row['mode']:8}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
+        f"{row['mode']:8}{row['turn']:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
         f"{row['ttft_p50_ms']:>10.1f}{row['ttft_p99_ms']:>10.1f}{row['bytes'] / 2**20:>10.1f}"
         f"  {', '.join(row['paths'])}"
         for row in rows
@@ -117,17 +129,14 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def compared(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The points that two summaries share, with the second's TTFT over the first's."""
 
-    def by_point(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-        names = ("mode", "length", "suffix", "conversations")
-        return {tuple(row[name] for name in names): row for row in rows}
+    def by_point(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, Key], Mapping[str, Any]]:
+        return {(row["mode"], _key(row)): row for row in rows}
 
     first, second = by_point(one), by_point(other)
     return [
         {
-            "mode": point[0],
-            "length": point[1],
-            "suffix": point[2],
-            "conversations": point[3],
+            "mode": row["mode"],
+            **{name: row[name] for name in KEY_NAMES},
             "first_p50_ms": row["ttft_p50_ms"],
             "second_p50_ms": second[point]["ttft_p50_ms"],
             "ratio": round(second[point]["ttft_p50_ms"] / row["ttft_p50_ms"], 3),
