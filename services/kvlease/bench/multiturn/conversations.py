@@ -76,7 +76,7 @@ def parse_conversations(document: Any, seed: int) -> list[Conversation]:
             f'neither a list of conversations nor an object with "filetype": "{GENERATED}", but '
             + kind_of(cast(Any, document))
         )
-    bodies: list[Any] = document
+    bodies = cast(Sequence[Any], document)
     found: dict[str, Conversation] = {}
     for number, body in enumerate(bodies):
         conversation = _listed(body, f"conversation {number}")
@@ -98,7 +98,7 @@ def _listed(item: Any, where: str) -> Conversation:
     if not isinstance(messages, list) or not messages:
         hint = "; raw ShareGPT is converted by vLLM's script first" if "conversations" in body else ""
         raise InvalidArgument(f"{where} ({name}): messages must be a list that is not empty{hint}")
-    items: list[Any] = messages
+    items = cast(Sequence[Any], messages)
     said = [_message(item, f"{where} ({name}), message {place}") for place, item in enumerate(items)]
     if said[0][0] == ANSWERING:
         raise InvalidArgument(f"{where} ({name}): an {ANSWERING} message answers nothing at the beginning")
