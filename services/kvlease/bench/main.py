@@ -11,6 +11,10 @@ BENCHMARKS = {
     "compare": ("kvlease.bench.compare", "two records of multiturn, point by point"),
     "router": ("kvlease.bench.router", "what a router adds to a turn, beside its peers"),
     "leases": ("kvlease.bench.leases", "many leases renewed through one registry, pins meanwhile, a purge"),
+    "routing": (
+        "kvlease.bench.routing.main",
+        "time to the first token on a trace, by what routes turns, on simulated engines",
+    ),
     "policy": ("kvlease.bench.policy", "what keeping conversations costs and saves on a trace, by policy"),
 }
 """Benchmark -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it measures."""

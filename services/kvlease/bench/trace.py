@@ -31,14 +31,19 @@ class Visit:
     """One request of a trace.
 
     Attributes:
+        tokens: of its prompt and its reply.
         parent: index of the request that it continues, -1 without one.
         shared_tokens: of the prefix that they share.
+        prompt_tokens: of its prompt alone.
+        prefixes: ids of the prompt's prefixes, block by block.
     """
 
     at_s: float
     tokens: int
     parent: int
     shared_tokens: int
+    prompt_tokens: int = 0
+    prefixes: tuple[int, ...] = ()
 
     @property
     def gib(self) -> float:
@@ -65,7 +70,8 @@ def read_trace(lines: Iterable[str]) -> list[Visit]:
             raise InvalidArgument(f"line {number} is at {at_s:g} s, before the line above it")
         owner_of_prefix |= dict.fromkeys(prefixes, len(visits))
         shared_tokens = min(shared * BLOCK_TOKENS, input_tokens)
-        visits.append(Visit(at_s, input_tokens + output_tokens, parent, shared_tokens))
+        tokens = input_tokens + output_tokens
+        visits.append(Visit(at_s, tokens, parent, shared_tokens, input_tokens, tuple(prefixes)))
     return visits
 
 

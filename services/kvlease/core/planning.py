@@ -420,13 +420,13 @@ def _prices(
     handed = suffix_tokens if decode.engine_id == lease.engine_id else prompt
     handed_s = handover.seconds(max(1, handed))
     wait_s = computing.unit_s * prefill.backlog_tokens
-    appended_s = appending.seconds(max(1, suffix_tokens))
     return (
+        # Only what is computed holds up those that decode: the rest is the turn's own way there and back.
         Price(
             TurnPath.APPEND,
             wait_s=appending.unit_s * decode.backlog_tokens,
-            compute_s=appended_s,
-            delay_s=limits.delay_weight * decode.running * appended_s,
+            compute_s=appending.seconds(max(1, suffix_tokens)),
+            delay_s=limits.delay_weight * decode.running * appending.unit_s * max(1, suffix_tokens),
         ),
         Price(
             TurnPath.READBACK,
