@@ -4,7 +4,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,23 @@ async def stock_engines(
                 )
             finally:
                 await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+@asynccontextmanager
+async def both_engines(
+    choice: EngineChoice, modes: tuple[Mode, ...], progress: Callable[[str], None]
+) -> AsyncGenerator[Running, None]:
+    """Engines of both kinds, started at once, on the same GPUs: each takes its share of their memory.
+
+    Whoever is not measured is idle, and adds nothing to the counters.
+    """
+    async with AsyncExitStack() as started:
+        ours, stock = await asyncio.gather(
+            started.enter_async_context(kvlease_engines(choice, modes, progress)),
+            started.enter_async_context(stock_engines(choice, progress)),
+        )
+        urls = (*ours.engine_urls, *stock.engine_urls)
+        yield Running(ours.session, urls, {**ours.fleets, **stock.fleets})
 
 
 def _seat(role: ProcessRole, number: int, ports: list[int], folder: Path) -> EngineSeat:

@@ -19,6 +19,7 @@ from kvlease.bench.multiturn.fleet import (
     SHAPES,
     EngineChoice,
     Running,
+    both_engines,
     kvlease_engines,
     stock_engines,
     write_shape,
@@ -99,6 +100,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=shlex.split,
         default=["--no-enable-prefix-caching"],
         help="of the prefill engine's; the default makes all reuse come from the decode engine",
+    )
+    engines.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="start stock's engines beside ours, each with its share of the GPUs' memory "
+        "(--engine-arguments=--gpu-memory-utilization=0.45), and measure every repeat on both",
     )
     record = parser.add_argument_group("the record")
     record.add_argument("--output", type=Path, help="JSON file, written after every cell")
@@ -188,9 +195,13 @@ async def _measure(
     progress = Progress(len(cells))
     ours = [cell for cell in cells if cell.mode is not Mode.STOCK]
     stock = [cell for cell in cells if cell.mode is Mode.STOCK]
+    modes = tuple(dict.fromkeys(cell.mode for cell in ours))
+    start = kvlease_engines
+    if arguments.side_by_side and ours and stock:
+        start = both_engines
+        ours, stock = sorted(cells, key=lambda cell: cell.repeat), []
     if ours:
-        modes = tuple(dict.fromkeys(cell.mode for cell in ours))
-        async with kvlease_engines(choice, modes, progress.say) as running:
+        async with start(choice, modes, progress.say) as running:
             await _run_cells(experiment, running, ours, record, progress)
             if isinstance(experiment, Experiment) and isinstance(plan, Sweep) and arguments.streams:
                 await _run_streams(experiment, running, plan, record, arguments)
