@@ -2,12 +2,12 @@
 
 One registry and two sidecars as processes over a real etcd; the engines and the router are in this process, so that
 what they need delays answers, too. Times are milliseconds. A renewal's time is from before the heartbeat is sent until
-the table of an engine has applied it; a pin's is the caller's.
+the table of an engine has applied it; a pin's is the caller's. With `--engine` the holder is a whole engine instead,
+idle and while it decodes: `lease_holder`.
 """
 
 import asyncio
 import json
-import math
 import secrets
 import sys
 from argparse import ArgumentParser, Namespace
@@ -15,8 +15,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 
+from kvlease.bench import lease_holder
 from kvlease.bench.lease_fleet import TENANT, LeaseFleet, TimedEngine, lease_fleet, share
 from kvlease.bench.machine import machine
+from kvlease.bench.spread import Spread
 from kvlease.core.errors import HolderUnreachable
 from kvlease.core.holding import PinAsk
 from kvlease.core.records import Pinned
@@ -31,6 +33,7 @@ CORES_AT_MOST = 0.5
 WRITES_A_SECOND_AT_MOST = 1.0
 """Goals: what the registry uses, and by how much etcd's writes may grow with the number of leases."""
 
+LEASES = 100_000
 POLICY = RenewalPolicy(gap_floor_s=3600.0, gap_cap_s=3600.0)
 CALL_S = 5.0
 PIN_EVERY_S = 0.05
@@ -40,8 +43,16 @@ STEP_LEASES = 5_000
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `kvlease bench leases`."""
-    parser.add_argument("--leases", type=int, default=100_000)
-    parser.add_argument("--engines", type=int, default=10, help="engines that hold them; half of them end")
+    parser.add_argument(
+        "--engine",
+        choices=("none", *lease_holder.ENGINES),
+        default="none",
+        help="none: many leases of engines that only hold (default); vllm, sim: few leases of one that decodes",
+    )
+    parser.add_argument(
+        "--leases", type=int, help="default: 100,000; with an engine 8, each of a conversation"
+    )
+    parser.add_argument("--engines", type=int, default=10, help="engines that only hold; half of them end")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each measurement")
     parser.add_argument("--patience-s", type=float, default=600.0, help="bound of recording all leases")
     parser.add_argument("--output", choices=("table", "json"), default="table", help="what is printed")
@@ -49,6 +60,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Measures and prints. The exit status: 0 when every goal was met."""
+    if arguments.engine != "none":
+        return lease_holder.run(arguments)
+    arguments.leases = LEASES if arguments.leases is None else arguments.leases
     if not 2 <= arguments.engines <= arguments.leases:
         sys.stderr.write("kvlease bench leases: at least two engines, and a lease for each\n")
         return 2
@@ -82,26 +96,6 @@ class Asked:
     def beats(self) -> int:
         """Heartbeats of one measurement."""
         return max(1, round(self.seconds / POLICY.interval_s))
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A distribution of milliseconds."""
-
-    count: int
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> "Spread":
-        """The distribution of times in seconds; zeros without any."""
-        ordered = sorted(seconds) or [0.0]
-
-        def at(share_of_all: float) -> float:
-            return round(1e3 * ordered[max(0, math.ceil(share_of_all * len(ordered)) - 1)], 2)
-
-        return Spread(len(seconds), at(0.5), at(0.99), at(1.0))
 
 
 @dataclass(frozen=True, slots=True)
