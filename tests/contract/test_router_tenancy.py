@@ -23,6 +23,7 @@ from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from stubs.engines import MODEL, StubEngine
 from stubs.records import lease
 from stubs.registry import StubRegistry
+from stubs.router import FIRST, Stack
 from stubs.waiting import eventually
 
 MESSAGES = [{"role": "user", "content": "hello there " * 30}]
@@ -226,3 +227,16 @@ async def test_operators_release_a_tenants_leases_over_grpc(keys: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.ReleaseTenant(routing_pb2.ReleaseTenantRequest(), timeout=10)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("router_settings", [{}, {"pass_priority": True}], ids=["removed", "passed"])
+async def test_a_priority_reaches_engines_only_where_the_router_lets_it_pass(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, router_settings: dict[str, Any]
+) -> None:
+    assert (await stack.chat(FIRST, priority=-1)).status == 200
+    told = {one.body.get("priority") for one in (*prefill.received, *decode.received)}
+    assert told == ({-1} if router_settings else {None})
+    body = {"model": MODEL, "input": "x", "priority": -1}
+    assert (await stack.send("POST", "/v1/embeddings", json=body)).status == 200
+    embedded = [one for one in (*prefill.received, *decode.received) if one.path == "/v1/embeddings"]
+    assert ["priority" in one.body for one in embedded] == [False]

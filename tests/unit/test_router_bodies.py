@@ -56,6 +56,25 @@ def test_what_the_client_says_is_left_alone_even_when_it_names_our_keys() -> Non
     assert parsed(messages=messages).body["messages"] == messages
 
 
+@pytest.mark.parametrize("api", list(Api))
+def test_no_tenants_priority_reaches_an_engine_unless_the_router_lets_it_pass(api: Api) -> None:
+    tools = [{"type": "function", "function": {"parameters": {"properties": {"priority": {}}}}}]
+    fields = {"messages": MESSAGES, "prompt": "x", "input": "x", "tools": tools}
+    plain = json.dumps({**fields, "priority": -1})
+    for raw in (
+        plain,
+        plain.replace('"priority": -1', '"prior\\u0069ty": -1'),
+        plain[:-1] + ', "priority": -2}',
+    ):
+        stripped = parse_turn(api, raw.encode(), TENANT)
+        assert "priority" not in stripped.body
+        assert "priority" not in json.loads(decode_body(stripped, None))
+        assert stripped.body["tools"] == tools
+    passed = parse_turn(api, plain.encode(), TENANT, reading=Reading(pass_priority=True))
+    assert json.loads(decode_body(passed, None))["priority"] == -1
+    assert json.loads(prefill_body(passed, PARAMS))["priority"] == -1
+
+
 @pytest.mark.parametrize("salt", [None, "", "mine", 7])
 def test_the_salt_binds_the_tenant_and_the_clients_own(salt: object) -> None:
     salted = parsed(messages=MESSAGES, cache_salt=salt).body["cache_salt"]

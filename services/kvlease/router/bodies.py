@@ -59,11 +59,13 @@ class Reading:
         isolate: salt the engines' prefix caches with the tenant.
         strip_nonces: take nonces out of the head of a prompt.
         responses: what resolves `previous_response_id`; without it no response is known.
+        pass_priority: a client says itself before whom an engine serves it.
     """
 
     isolate: bool = True
     strip_nonces: bool = False
     responses: ResponseStore | None = None
+    pass_priority: bool = False
 
 
 PLAIN_READING = Reading()
@@ -85,7 +87,7 @@ def parse_turn(
         body = parse_object(raw)
         conversation_id = conversation_id_of(body, header_id)
         body.pop(CONVERSATION_FIELD, None)
-        make_neutral(body, tenant, isolate=reading.isolate)
+        make_neutral(body, tenant, isolate=reading.isolate, pass_priority=reading.pass_priority)
         nonce = has_nonce(api, body)
         if reading.strip_nonces:
             strip_nonce(api, body)
@@ -109,9 +111,14 @@ def parse_turn(
         raise InvalidArgument("the body holds text that is no valid Unicode") from error
 
 
-def make_neutral(body: dict[str, Any], tenant: str, *, isolate: bool) -> None:
-    """Removes what is the router's from a client's body, and keeps its tenant apart in the engines' caches."""
+def make_neutral(body: dict[str, Any], tenant: str, *, isolate: bool, pass_priority: bool = False) -> None:
+    """Removes what is the router's from a client's body, and keeps its tenant apart in the engines' caches.
+
+    So is vLLM's `priority`, unless it may pass: among requests of all tenants an engine serves the lowest first.
+    """
     strip_reserved(body)
+    if not pass_priority:
+        body.pop("priority", None)
     if isolate:
         salt = body.get("cache_salt")
         client_salt = salt if isinstance(salt, str) else "" if salt is None else json.dumps(salt)

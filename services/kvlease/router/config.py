@@ -165,6 +165,11 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     pass_unknown_paths: bool = setting(
         True, "paths under /v1 that are not known here go to an engine; those that operate one never do"
     )
+    pass_priority: bool = setting(
+        False,
+        "the priority field of a turn reaches engines, which serve the lowest first where they schedule by it: any "
+        "tenant's requests then come before others' for the asking. Off: it is removed",
+    )
     cors_origins: str = setting(
         "*",
         "origins of browsers that may read answers, with commas; *: all, as at an engine: no cookie ever "

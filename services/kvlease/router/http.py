@@ -36,6 +36,7 @@ class FrontOptions:
         engine_credentials: what stands for the caller towards engines.
         strip_prompt_nonces: take nonces out of the head of a prompt.
         pass_unknown_paths: pass paths under /v1 that are not known here to an engine.
+        pass_priority: the priority that a client names reaches engines.
         cors_origins: origins of browsers that may read answers; `*`: all.
         passed_timeout_s: bound of a request that is no turn.
     """
@@ -46,6 +47,7 @@ class FrontOptions:
     engine_credentials: EngineCredentials = CLIENTS_CREDENTIALS
     strip_prompt_nonces: bool = False
     pass_unknown_paths: bool = True
+    pass_priority: bool = False
     cors_origins: tuple[str, ...] = ("*",)
     passed_timeout_s: float = 600.0
 
@@ -57,7 +59,9 @@ class Front:
         self._services = services
         self._runner = runner
         self._options = options
-        self._reading = Reading(options.isolate_tenants, options.strip_prompt_nonces, services.responses)
+        self._reading = Reading(
+            options.isolate_tenants, options.strip_prompt_nonces, services.responses, options.pass_priority
+        )
         self._models = Models(services.engines, services.engine_port)
         self._passing = PassThrough(
             services.engines,

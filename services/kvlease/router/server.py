@@ -162,6 +162,7 @@ class RouterServer:
             engine_credentials=config.engine_credentials(),
             strip_prompt_nonces=config.strip_prompt_nonces,
             pass_unknown_paths=config.pass_unknown_paths,
+            pass_priority=config.pass_priority,
             cors_origins=_listed(config.cors_origins),
             passed_timeout_s=config.turn_timeout_s,
         )
