@@ -16,7 +16,7 @@ from kvlease.router.apis.choices import ChoicesDialect
 from kvlease.router.apis.messages import MessagesDialect
 from kvlease.router.apis.responses import ResponsesDialect
 from kvlease.router.dialect import Api as Api
-from kvlease.router.dialect import Dialect, encode, text_of
+from kvlease.router.dialect import Dialect, encode, parse_engine_json, text_of
 from kvlease.router.identity import CONVERSATION_FIELD, conversation_id_of
 from kvlease.router.nonces import has_nonce, strip_nonce
 from kvlease.router.reserved import KV_FIELD, strip_reserved
@@ -150,7 +150,7 @@ def report_of(answer: Mapping[str, Any]) -> TurnReport | None:
 def parse_answer(raw: bytes) -> dict[str, Any] | None:
     """An engine's JSON object, None when it is something else."""
     try:
-        value = json.loads(raw)
+        value = parse_engine_json(raw)
     except (ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
@@ -171,7 +171,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         InvalidArgument: it is none; says so to the client.
     """
     try:
-        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        value = _DECODER.decode(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidArgument("the body is not valid UTF-8") from error
     except ValueError as error:
@@ -193,6 +193,9 @@ def _dialect(api: Api, body: dict[str, Any], tenant: str, store: ResponseStore |
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _with_params(body: dict[str, Any], params: TurnParams) -> dict[str, Any]:

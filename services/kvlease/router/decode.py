@@ -265,17 +265,15 @@ class DecodeLeg:
         splitter = EventSplitter()
         turn.reader = reader = turn.request.dialect.reader()
         cleaner = StreamCleaner(reader, turn.request.dialect)
-        done = False
         chunks = reply.chunks()
         async for chunk in chunks:
             parts: list[bytes] = []
             for event in splitter.feed(chunk):
+                done_before = cleaner.done
                 passed = cleaner.take(event)
-                if passed.done:
-                    done = True
-                    if reader.failed_silently:
-                        parts.append(error_event(502, "the engine failed", "engine_failed", turn.request.api))
-                parts.append(passed.data)
+                if cleaner.done and not done_before and reader.failed_silently:
+                    parts.append(error_event(502, "the engine failed", "engine_failed", turn.request.api))
+                parts.append(passed)
             if reader.failed and not turn.answered and self._can_replace(turn, tried):
                 raise LegError("the decode engine failed before its first token", sent=True)
             if reader.finished_well and not turn.record.ended:
@@ -284,9 +282,9 @@ class DecodeLeg:
             data = b"".join(parts)
             if data:
                 await self._pass(turn, handover, reply, data)
-            if done:
+            if cleaner.done:
                 break
-        if not done and not reader.finished_well:
+        if not cleaner.done and not reader.finished_well:
             raise LegError("the stream ended early", sent=True)
         turn.record.ended = turn.record.ended or "badly"
         await turn.client.end()

@@ -1,14 +1,16 @@
 """Server-sent events on their way from an engine to a client: split, understood, cleaned of what is ours."""
 
-import json
-from dataclasses import dataclass
+import re
+from itertools import pairwise
 from typing import Any, cast
 
-from kvlease.router.dialect import Dialect, ReplyReader, encode
+from kvlease.router.dialect import Dialect, ReplyReader, encode, parse_engine_json
 from kvlease.router.ports import LegError
 
 EVENT_BYTES_MAX = 8 << 20
 DONE = b"[DONE]"
+DATA = b"data: "
+BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
 
 class EventSplitter:
@@ -23,14 +25,14 @@ class EventSplitter:
         Raises:
             LegError: an event is too long to be one.
         """
-        start = max(0, len(self._rest) - 3)
-        buffer = self._rest + data
-        events: list[bytes] = []
-        begin = 0
-        while (end := _event_end(buffer, max(begin, start))) is not None:
-            events.append(buffer[begin:end])
-            begin = end
-        self._rest = buffer[begin:]
+        buffer = self._rest + data if self._rest else data
+        if b"\r" in buffer:
+            ends = [0, *(blank.end() for blank in BLANK_LINE.finditer(buffer))]
+            events = [buffer[begin:end] for begin, end in pairwise(ends)]
+            self._rest = buffer[ends[-1] :]
+        else:
+            *whole, self._rest = buffer.split(b"\n\n")
+            events = [event + b"\n\n" for event in whole]
         if len(self._rest) > EVENT_BYTES_MAX:
             raise LegError("an event of the stream is too long", sent=True)
         return events
@@ -41,63 +43,52 @@ class EventSplitter:
         return self._rest
 
 
-def _event_end(buffer: bytes, start: int) -> int | None:
-    ends = [
-        place + len(blank)
-        for blank in (b"\n\n", b"\r\n\r\n", b"\r\r")
-        if (place := buffer.find(blank, start)) >= 0
-    ]
-    return min(ends, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """What the client gets of one event.
-
-    Its bytes (none when it was ours), and whether it ends the stream.
-    """
-
-    data: bytes
-    done: bool = False
-
-
 class StreamCleaner:
-    """Passes an engine's events to a client, as they are unless something in them is the router's."""
+    """Passes an engine's events to a client, as they are unless something in them is the router's.
+
+    `done` is set by the event that ends the stream.
+    """
 
     def __init__(self, reader: ReplyReader, dialect: Dialect) -> None:
         self._reader = reader
         self._dialect = dialect
+        self.done = False
 
-    def take(self, event: bytes) -> Passed:
-        """Reads one event and says what the client gets of it."""
+    def take(self, event: bytes) -> bytes:
+        """Reads one event and says what the client gets of it: nothing when it was ours."""
         payload = _payload(event)
         if payload is None:
-            return Passed(event)
-        if payload == DONE:
-            return Passed(event, done=True)
-        try:
-            chunk = json.loads(payload)
-        except (ValueError, RecursionError):
-            return Passed(event)
-        if not isinstance(chunk, dict):
-            return Passed(event)
-        fields = cast("dict[str, Any]", chunk)
-        self._reader.read(fields)
-        return Passed(self._clean(event, fields), done=self._reader.ended)
-
-    def _clean(self, event: bytes, chunk: dict[str, Any]) -> bytes:
-        kept = self._dialect.clean(chunk, streamed=True)
-        if kept is None:
-            return b""
-        if kept is chunk:
             return event
-        lines = [line for line in event.splitlines() if line and not line.startswith(b"data")]
-        return b"".join(line + b"\n" for line in lines) + b"data: " + encode(kept) + b"\n\n"
+        if payload == DONE:
+            self.done = True
+            return event
+        try:
+            chunk = parse_engine_json(payload)
+        except (ValueError, RecursionError):
+            return event
+        if not isinstance(chunk, dict):
+            return event
+        fields = cast("dict[str, Any]", chunk)
+        reader = self._reader
+        reader.read(fields)
+        self.done = self.done or reader.ended
+        kept = self._dialect.clean(fields, streamed=True)
+        if kept is fields:
+            return event
+        return b"" if kept is None else _with_payload(event, encode(kept))
 
 
 def _payload(event: bytes) -> bytes | None:
     """The data of an event, None when it has none."""
+    if event.startswith(DATA) and event.endswith(b"\n\n") and event.count(b"\n") == 2 and b"\r" not in event:
+        return event[len(DATA) : -2].strip()
     parts = [
         line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith((b"data:", b"data "))
     ]
     return b"\n".join(parts).strip() if parts else None
+
+
+def _with_payload(event: bytes, payload: bytes) -> bytes:
+    """An event with other data; its other lines stay."""
+    lines = [line for line in event.splitlines() if line and not line.startswith(b"data")]
+    return b"".join(line + b"\n" for line in lines) + DATA + payload + b"\n\n"

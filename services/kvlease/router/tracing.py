@@ -23,6 +23,7 @@ from kvlease.runtime.telemetry import (
     context_of,
     current_traceparent,
     is_traced,
+    names_trace,
     note_pin,
     with_trace_headers,
 )
@@ -44,10 +45,16 @@ class TurnTracing:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
+        self._makes_spans = tracer is not NO_TELEMETRY.tracer
+
+    def turn(self, headers: Mapping[str, str]) -> AbstractContextManager[None]:
+        """The span of a whole turn, in the trace that the client's headers name, if they do."""
+        if self._makes_spans or names_trace(headers):
+            return self._turn(headers)
+        return nullcontext()
 
     @contextmanager
-    def turn(self, headers: Mapping[str, str]) -> Generator[None]:
-        """The span of a whole turn, in the trace that the client's headers name, if they do."""
+    def _turn(self, headers: Mapping[str, str]) -> Generator[None]:
         with self._tracer.start_as_current_span(
             attributes.TURN,
             context=context_from(headers),
@@ -63,6 +70,8 @@ class TurnTracing:
 
     def opened(self, opened: OpenTurn) -> None:
         """The turn found its conversation: it is linked to the turn that granted the lease, and may grant one."""
+        if not (self._makes_spans or is_traced()):
+            return
         span = trace.get_current_span()
         opened.traceparent = current_traceparent()
         granted = opened.base.traceparent if opened.base is not None else ""
@@ -70,14 +79,14 @@ class TurnTracing:
         if granting.is_valid:
             span.add_link(granting, {attributes.LINK: attributes.GRANTED_BY})
 
-    @contextmanager
-    def planning(self) -> Generator[None]:
+    def planning(self) -> AbstractContextManager[object]:
         """The span of the plan."""
-        with self._tracer.start_as_current_span(attributes.PLAN):
-            yield
+        return self._tracer.start_as_current_span(attributes.PLAN) if self._makes_spans else nullcontext()
 
     def planned(self, chosen: Plan | None) -> None:
         """What the plan is; None when no engine can serve the turn."""
+        if not self._makes_spans:
+            return
         span = trace.get_current_span()
         if chosen is None:
             _fail(span, "unavailable")
@@ -95,6 +104,8 @@ class TurnTracing:
 
     def closed(self, turn: Turn) -> None:
         """How the turn went; its span ends soon."""
+        if not self._makes_spans:
+            return
         span, record, request = trace.get_current_span(), turn.record, turn.request
         if not span.is_recording():
             return
@@ -133,7 +144,7 @@ class TurnTracing:
 
         Without spans it is the inner one: a client's own trace is among the headers of a leg.
         """
-        return inner if self._tracer is NO_TELEMETRY.tracer else _TracedEngines(inner, self._tracer, leg)
+        return _TracedEngines(inner, self._tracer, leg) if self._makes_spans else inner
 
 
 NO_TRACING = TurnTracing(NO_TELEMETRY.tracer)

@@ -154,6 +154,11 @@ def exporting_telemetry(
     return Telemetry(provider.get_tracer("kvlease", __version__), processor)
 
 
+def names_trace(headers: Mapping[str, str]) -> bool:
+    """Whether a caller's headers name a trace."""
+    return any(name.lower() in TRACE_HEADERS for name in headers)
+
+
 def is_traced() -> bool:
     """Whether what runs belongs to a trace."""
     return trace.get_current_span().get_span_context().is_valid

@@ -151,7 +151,9 @@ class ChoicesReader:
         """Takes a chunk of a stream, or a whole answer."""
         if answer.get("error"):
             self.failed = self._told = True
-        self._read_usage(answer.get("usage"))
+        usage = answer.get("usage")
+        if usage is not None:
+            self._read_usage(usage)
         for choice in objects(answer.get("choices")):
             self._read_choice(choice)
 
@@ -174,10 +176,12 @@ class ChoicesReader:
         if index != 0:
             return
         said = choice.get("delta") or choice.get("message")
-        fields = cast("dict[str, Any]", said) if isinstance(said, dict) else {"content": choice.get("text")}
-        self._texts.append(text_of(fields.get("content")))
+        fields: dict[str, Any] = said if isinstance(said, dict) else {"content": choice.get("text")}
+        content = fields.get("content")
+        if isinstance(content, str):
+            self._texts.append(content)
         calls = fields.get("tool_calls")
-        for place, call in enumerate(cast("list[object]", calls) if isinstance(calls, list) else []):
+        for place, call in enumerate(cast("list[object]", calls) if isinstance(calls, list) else ()):
             if isinstance(call, dict):
                 self._read_call(place, cast("dict[str, Any]", call))
 
