@@ -11,12 +11,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
 from kvlease.core.turn import CHAIN_KEYS_MAX
 
 SEGMENT_BYTES = 256
+ROLE_CACHED_MAX = 16
 OPAQUE_PART_BYTES = 4096
 """What an image or a sound counts for in an estimate: about a thousand tokens, however long its encoding."""
 
@@ -248,8 +250,20 @@ def _payload(message: object) -> bytes:
     content = fields.get("content")
     if not isinstance(content, str):
         return bytes(4) + _canonical(message)
-    head = _canonical({**fields, "content": None})
-    return len(head).to_bytes(4, "big") + head + _utf8(content)
+    role = fields.get("role")
+    if len(fields) == 2 and isinstance(role, str) and len(role) <= ROLE_CACHED_MAX:
+        return _plain_head(role) + _utf8(content)
+    return _sized(_canonical({**fields, "content": None})) + _utf8(content)
+
+
+@lru_cache(maxsize=64)
+def _plain_head(role: str) -> bytes:
+    """The head of messages that have a role and text only, as most have."""
+    return _sized(_canonical({"content": None, "role": role}))
+
+
+def _sized(head: bytes) -> bytes:
+    return len(head).to_bytes(4, "big") + head
 
 
 def _canonical(value: object) -> bytes:

@@ -45,6 +45,7 @@ class LineEstimate:
     def __init__(self) -> None:
         self._samples = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._line: Line | None = None
 
     def add(self, units: float, seconds: float) -> None:
         """Takes a measurement."""
@@ -59,10 +60,16 @@ class LineEstimate:
         self._y = self._y * kept + seconds
         self._xx = self._xx * kept + units * units
         self._xy = self._xy * kept + units * seconds
+        self._line = None
 
     @property
     def line(self) -> Line:
         """The line with the least squared error among those that neither fall nor begin below zero."""
+        if self._line is None:
+            self._line = self._fitted()
+        return self._line
+
+    def _fitted(self) -> Line:
         if not self._samples:
             return Line(0.0, 0.0, 0)
         mean_x, mean_y = self._x / self._weight, self._y / self._weight

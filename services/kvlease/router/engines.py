@@ -110,9 +110,11 @@ class EngineTable:
 
     def decode_room(self, pool: str) -> int | None:
         """Turns that the decode engines of a pool may have in flight; None: any number, or no engine is known."""
-        decodes = [e for e in self.signals(pool) if e.role is EngineRole.DECODE and not e.draining]
         each = self.loads.limits.decode_inflight_max
-        return max(1, int(sum(e.warmth for e in decodes) * each)) if decodes and each else None
+        if not each:
+            return None
+        decodes = [e for e in self.signals(pool) if e.role is EngineRole.DECODE and not e.draining]
+        return max(1, int(sum(e.warmth for e in decodes) * each)) if decodes else None
 
     @contextmanager
     def running(self, engine_id: str) -> Generator[None, None, None]:

@@ -86,12 +86,12 @@ def bearer_token(authorization: str | None) -> str:
 
 
 def _end_to_end(headers: Iterable[tuple[str, str]], ours: frozenset[str]) -> dict[str, str]:
-    listed = list(headers)
-    named = {
-        name.strip().lower()
-        for header, value in listed
-        if header.lower() == "connection"
-        for name in value.split(",")
-    }
-    dropped = HOP_BY_HOP | ours | named
-    return {name: value for name, value in listed if name.lower() not in dropped}
+    kept: dict[str, str] = {}
+    named: list[str] = []
+    for name, value in headers:
+        lower = name.lower()
+        if lower == "connection":
+            named += (one.strip().lower() for one in value.split(","))
+        elif lower not in HOP_BY_HOP and lower not in ours:
+            kept[name] = value
+    return {name: value for name, value in kept.items() if name.lower() not in named} if named else kept

@@ -39,8 +39,9 @@ def strip_nonce(api: Api, body: dict[str, Any]) -> None:
 
 def _leading(api: Api, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first message when it is a system prompt."""
-    messages = objects(body.get("input" if api is Api.RESPONSES else "messages"))
-    return messages[:1] if messages and messages[0].get("role") in SYSTEM_ROLES else []
+    messages = body.get("input" if api is Api.RESPONSES else "messages")
+    first = objects(cast("list[object]", messages)[:1]) if isinstance(messages, list) else []
+    return first if first and first[0].get("role") in SYSTEM_ROLES else []
 
 
 def _heads(api: Api, body: Mapping[str, Any]) -> list[str]:

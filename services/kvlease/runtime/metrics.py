@@ -129,6 +129,28 @@ def _families(samples: Iterable[Sample]) -> Iterable[Family]:
     return families.values()
 
 
+class Series:
+    """The children of a metric by the values of their labels, found faster than the library finds them."""
+
+    def __init__(self, metric: Counter | Histogram) -> None:
+        self._metric = metric
+        self._children: dict[tuple[str, ...], Any] = {}
+
+    def inc(self, amount: float, *labels: str) -> None:
+        """Counts."""
+        self._child(labels).inc(amount)
+
+    def observe(self, amount: float, *labels: str) -> None:
+        """Notes one of many."""
+        self._child(labels).observe(amount)
+
+    def _child(self, labels: tuple[str, ...]) -> Any:
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._metric.labels(*labels)
+        return child
+
+
 # --- calls ----------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +160,7 @@ class CallTimer:
     def __init__(
         self, metrics: Metrics, metric: Metric, now_s: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._seconds = metrics.histogram(metric)
+        self._seconds = Series(metrics.histogram(metric))
         self._now_s = now_s
 
     async def timed(self, name: str, call: Awaitable[Answer]) -> Answer:
@@ -157,7 +179,7 @@ class CallTimer:
 
     def observe(self, name: str, outcome: str, seconds: float) -> None:
         """Notes a call that was timed elsewhere."""
-        self._seconds.labels(name, outcome).observe(seconds)
+        self._seconds.observe(seconds, name, outcome)
 
 
 def outcome_of(answer: Any) -> str:
