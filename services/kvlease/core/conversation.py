@@ -32,6 +32,16 @@ def tenant_digest(credential: str) -> str:
 
 def cache_salt(tenant: str, client_salt: str) -> str:
     """The salt of the engines' own prefix caches, so that tenants do not meet in them."""
+    return _salt(tenant, client_salt) if client_salt else _plain_salt(tenant)
+
+
+@lru_cache(maxsize=1024)
+def _plain_salt(tenant: str) -> str:
+    """The salt of clients that bring none, as most do."""
+    return _salt(tenant, "")
+
+
+def _salt(tenant: str, client_salt: str) -> str:
     return _digest(b"kvlease-salt", 16, tenant.encode(), client_salt.encode()).hex()
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 
 from kvlease.core.clock import Clock
 from kvlease.core.fairness import FairQueue
+from kvlease.router.counted import uncount
 from kvlease.router.engines import EngineTable
 from kvlease.router.tenancy import Tenancy
 
@@ -66,12 +67,18 @@ class Admission:
         """Turns that wait."""
         return sum(map(len, self._queues.values()))
 
-    @asynccontextmanager
-    async def admitted(self, tenant: str, model: str) -> AsyncGenerator[None]:
+    def admitted(self, tenant: str, model: str) -> AbstractAsyncContextManager[None]:
         """Waits for room, and keeps it while the context lasts.
 
+        Entering raises `Overloaded`: the tenant has its share, the queue is full, or the wait was too long.
+        """
+        return _Admitted(self, tenant, model)
+
+    async def enter(self, tenant: str, model: str) -> str:
+        """Waits for room in a pool of engines; the name of the pool, with which `leave` gives it back.
+
         Raises:
-            Overloaded: the tenant has its share, the queue is full, or the wait was too long.
+            Overloaded: see `admitted`.
         """
         running_max = self._tenancy.allowance(tenant).running_max
         if 0 < running_max <= self._running_of_tenant[tenant]:
@@ -81,13 +88,16 @@ class Admission:
         self._running_of_tenant[tenant] += 1
         try:
             await self._enter(pool, tenant)
-            try:
-                yield
-            finally:
-                _uncount(self._running, pool)
-                self._dispatch(pool)
-        finally:
-            _uncount(self._running_of_tenant, tenant)
+        except BaseException:
+            uncount(self._running_of_tenant, tenant)
+            raise
+        return pool
+
+    def leave(self, tenant: str, pool: str) -> None:
+        """A turn that was let in is over."""
+        uncount(self._running, pool)
+        self._dispatch(pool)
+        uncount(self._running_of_tenant, tenant)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -106,7 +116,7 @@ class Admission:
         except BaseException:
             if not queue.remove(entered):
                 # It was let in as it gave up.
-                _uncount(self._running, pool)
+                uncount(self._running, pool)
                 self._dispatch(pool)
             raise
         finally:
@@ -146,7 +156,21 @@ class Admission:
         return room is None or self._running[pool] < room
 
 
-def _uncount(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
-        del counter[key]
+class _Admitted(AbstractAsyncContextManager[None]):
+    """One turn's place. A class, not a generator: every turn has one."""
+
+    __slots__ = ("_admission", "_model", "_pool", "_tenant")
+
+    def __init__(self, admission: Admission, tenant: str, model: str) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self._model = model
+        self._pool = ""
+
+    async def __aenter__(self) -> None:
+        self._pool = await self._admission.enter(self._tenant, self._model)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._admission.leave(self._tenant, self._pool)

@@ -5,14 +5,15 @@ remembered for a while, and serves turns without leases when there is no other.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
 
 from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder
 from kvlease.core.planning import EngineSignal
 from kvlease.core.records import Engine, EngineRole
+from kvlease.router.counted import Counted
 from kvlease.router.loads import EngineLoads
 from kvlease.store.port import Batch
 
@@ -116,16 +117,9 @@ class EngineTable:
         decodes = [e for e in self.signals(pool) if e.role is EngineRole.DECODE and not e.draining]
         return max(1, int(sum(e.warmth for e in decodes) * each)) if decodes else None
 
-    @contextmanager
-    def running(self, engine_id: str) -> Generator[None, None, None]:
+    def running(self, engine_id: str) -> AbstractContextManager[None]:
         """Counts a request at an engine while it is in flight."""
-        self._running[engine_id] += 1
-        try:
-            yield
-        finally:
-            self._running[engine_id] -= 1
-            if self._running[engine_id] <= 0:
-                del self._running[engine_id]
+        return Counted(self._running, engine_id)
 
     def suspect(self, engine_id: str) -> None:
         """A call to the engine failed."""

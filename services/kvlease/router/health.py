@@ -9,9 +9,10 @@ choice, and comes back when it answers a probe.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from kvlease.core.clock import Clock
 from kvlease.core.records import Engine
@@ -53,14 +54,14 @@ class _Seat:
     """
 
     progress_s: float
-    waiting: dict[asyncio.Timeout, float] = field(default_factory=dict[asyncio.Timeout, float])
+    waiting: dict["_WatchedCall", float] = field(default_factory=dict["_WatchedCall", float])
     users: int = 0
 
-    def wait(self, request: asyncio.Timeout, now_s: float) -> None:
+    def wait(self, request: "_WatchedCall", now_s: float) -> None:
         """A request waits for bytes from here on."""
         self.waiting[request] = now_s
 
-    def progress(self, request: asyncio.Timeout, now_s: float) -> None:
+    def progress(self, request: "_WatchedCall", now_s: float) -> None:
         """Bytes of a request came."""
         self.waiting.pop(request, None)
         self.progress_s = now_s
@@ -94,30 +95,30 @@ class EngineHealth:
         """Requests at all engines."""
         return sum(seat.users for seat in self._seats.values())
 
-    @asynccontextmanager
-    async def call(
+    def call(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, timeout_s: float
-    ) -> AsyncGenerator[EngineReply, None]:
+    ) -> AbstractAsyncContextManager[EngineReply]:
         """Sends a request. `LegError` also when the engine stalls."""
         address = _base(url), headers.get(RANK_HEADER, "")
-        seat = self._seats.setdefault(address, _Seat(self._clock.now_s()))
+        return _WatchedCall(self, self._port.call(method, url, headers, body, timeout_s), address)
+
+    def take_seat(self, address: Address) -> _Seat:
+        """A request to an engine begins; ends with `leave_seat`."""
+        seat = self._seats.get(address)
+        if seat is None:
+            seat = self._seats[address] = _Seat(self._clock.now_s())
         seat.users += 1
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                seat.wait(scope, self._clock.now_s())
-                async with self._port.call(method, url, headers, body, timeout_s) as reply:
-                    seat.progress(scope, self._clock.now_s())
-                    yield _WatchedReply(reply, self._clock, seat, scope)
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise LegError("the engine makes no progress", sent=True) from error
-        finally:
-            seat.waiting.pop(scope, None)
-            seat.users -= 1
-            if not seat.users:
-                del self._seats[address]
+        return seat
+
+    def leave_seat(self, address: Address, seat: _Seat) -> None:
+        """A request to an engine is over."""
+        seat.users -= 1
+        if not seat.users:
+            del self._seats[address]
+
+    def now_s(self) -> float:
+        """The time of all seats."""
+        return self._clock.now_s()
 
     async def run(self) -> None:
         """Takes stalled engines out of rotation and probes them until cancelled."""
@@ -151,8 +152,8 @@ class EngineHealth:
             return
         log.warning("engine stalls", extra={"engine_id": engine_id, "waiting": len(seat.waiting)})
         self._engines.stall(engine_id)
-        for scope in seat.waiting:
-            scope.reschedule(asyncio.get_running_loop().time())
+        for request in seat.waiting:
+            request.give_up()
         seat.waiting.clear()
 
     async def _probe_stalled(self) -> None:
@@ -185,32 +186,96 @@ class EngineHealth:
             return False
 
 
-class _WatchedReply:
-    """An answer whose bytes are progress."""
+class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
+    """One request, which can be given up while it waits for bytes. Also its answer: each byte of it is progress.
 
-    def __init__(self, reply: EngineReply, clock: Clock, seat: _Seat, scope: asyncio.Timeout) -> None:
-        self._reply = reply
-        self._clock = clock
-        self._seat = seat
-        self._scope = scope
-        self.status = reply.status
-        self.headers = reply.headers
+    Giving up cancels the task that waits, and only turns that cancellation into an error, as a timeout does.
+    """
+
+    status = 0
+    headers: Mapping[str, str]
+
+    def __init__(
+        self, health: EngineHealth, inner: AbstractAsyncContextManager[EngineReply], address: Address
+    ) -> None:
+        self._health = health
+        self._inner = inner
+        self._address = address
+        self._seat: _Seat | None = None
+        self._reply: EngineReply | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling = 0
+        self._given_up = False
+
+    async def __aenter__(self) -> EngineReply:
+        self._seat = self._health.take_seat(self._address)
+        self._task = asyncio.current_task()
+        self._cancelling = self._task.cancelling() if self._task is not None else 0
+        self._wait()
+        try:
+            self._reply = await self._inner.__aenter__()
+        except BaseException as error:
+            self._leave()
+            if self._was_given_up(error):
+                raise LegError("the engine makes no progress", sent=True) from error
+            raise
+        self._progress()
+        self.status, self.headers = self._reply.status, self._reply.headers
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._inner.__aexit__(kind, error, traceback)
+        finally:
+            self._leave()
+        if self._was_given_up(error):
+            raise LegError("the engine makes no progress", sent=True) from error
+
+    def give_up(self) -> None:
+        """Ends the wait with a `LegError`."""
+        if self._task is not None and not self._given_up:
+            self._given_up = True
+            self._task.cancel()
 
     async def body(self) -> bytes:
         """The whole body."""
-        self._seat.wait(self._scope, self._clock.now_s())
+        if self._reply is None:
+            return b""
+        self._wait()
         body = await self._reply.body()
-        self._seat.progress(self._scope, self._clock.now_s())
+        self._progress()
         return body
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
-        seat, scope, clock = self._seat, self._scope, self._clock
-        seat.wait(scope, clock.now_s())
+        if self._reply is None:
+            return
+        self._wait()
         async for chunk in self._reply.chunks():
-            seat.progress(scope, clock.now_s())
+            self._progress()
             yield chunk
-            seat.wait(scope, clock.now_s())
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._seat is not None:
+            self._seat.wait(self, self._health.now_s())
+
+    def _progress(self) -> None:
+        if self._seat is not None:
+            self._seat.progress(self, self._health.now_s())
+
+    def _leave(self) -> None:
+        if self._seat is not None:
+            self._seat.waiting.pop(self, None)
+            self._health.leave_seat(self._address, self._seat)
+
+    def _was_given_up(self, error: BaseException | None) -> bool:
+        """Whether the cancellation is ours alone."""
+        if not self._given_up or self._task is None:
+            return False
+        return self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError)
 
 
 def _base(url: str) -> str:

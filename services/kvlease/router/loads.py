@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from kvlease.core.clock import Clock
@@ -13,6 +13,7 @@ from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.rates import RateTable, ServiceMeter
 from kvlease.core.records import Engine, LeaseRecord
 from kvlease.core.turn import TurnReport
+from kvlease.router.counted import Counted, uncount
 from kvlease.store.port import Batch
 
 WARMTH_MIN = 0.1
@@ -77,18 +78,16 @@ class EngineLoads:
             record = change.item
             engine_id, tokens = self._leases.pop(record.lease_id, ("", 0))
             if engine_id:
-                _take(self._held, engine_id, tokens)
+                uncount(self._held, engine_id, tokens)
             if not change.gone:
                 self._leases[record.lease_id] = record.holder.engine_id, record.tokens
                 self._held[record.holder.engine_id] += record.tokens
 
     # --- legs ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def computing(self, engine_id: str, tokens: int) -> Generator[None]:
+    def computing(self, engine_id: str, tokens: int) -> AbstractContextManager[None]:
         """A prompt of so many tokens, as far as is known, is the engine's to compute."""
-        with _counted(self._backlog, engine_id, tokens):
-            yield
+        return Counted(self._backlog, engine_id, tokens)
 
     @contextmanager
     def reading(self, source_id: str, sink_id: str) -> Generator[None]:
@@ -157,11 +156,20 @@ class EngineLoads:
         inflight_max = self.limits.prefill_inflight_max if prefills else self.limits.decode_inflight_max
         warmth = self._warmth(engine_id)
         group = f"{'prefill' if prefills else 'append'} {signal.layout_hash}"
-        return replace(
-            signal,
+        return EngineSignal(
+            signal.engine_id,
+            signal.role,
+            signal.layout_hash,
+            signal.retain,
+            signal.prefix_caching,
+            signal.running,
+            signal.suspect,
+            signal.registered,
+            signal.draining,
             full=0 < inflight_max * warmth <= signal.running,
             warmth=warmth,
             backlog_tokens=self._backlog[engine_id],
+            cached_tokens=signal.cached_tokens,
             held_tokens=self._held[engine_id],
             reads=self._reads.count(engine_id),
             prefill=self._rates.prefill_line(engine_id, group),
@@ -196,7 +204,7 @@ class _ReadsInFlight:
         begun = self._begun.pop(number, None)
         if begun is not None:
             for engine_id in begun[1]:
-                _take(self._counts, engine_id, 1)
+                uncount(self._counts, engine_id)
 
     def count(self, engine_id: str) -> int:
         """READs in flight at an engine."""
@@ -207,18 +215,3 @@ class _ReadsInFlight:
                 break
             self.end(number)
         return self._counts[engine_id]
-
-
-@contextmanager
-def _counted(counter: Counter[str], key: str, amount: int) -> Generator[None]:
-    counter[key] += amount
-    try:
-        yield
-    finally:
-        _take(counter, key, amount)
-
-
-def _take(counter: Counter[str], key: str, amount: int) -> None:
-    counter[key] -= amount
-    if counter[key] <= 0:
-        del counter[key]

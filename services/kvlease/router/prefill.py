@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvlease.core.holding import PinAsk
+from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, MissReason
 from kvlease.core.planning import (
     REASON_OF_MISS,
@@ -77,7 +78,7 @@ class PrefillLeg:
         services = self._services
         pin = await self._pin(turn, engine) if turn.plan.path is TurnPath.READBACK else None
         # Whichever epoch it is granted in, since a reset that the watch has not told of yet loses no later lease.
-        holder = replace(engine.holder, epoch=0)
+        holder = Holder(engine.holder.engine_id, engine.holder.boot_id, 0)
         transfer = PinnedLease(
             services.random.lease_id(), services.random.text_id(), holder, engine.sidecar_address
         )
