@@ -129,12 +129,13 @@ class Transcript:
             segments, ends = _segment_chain(self.root, text)
             whole = [key for key, end in zip(segments, ends, strict=True) if end % SEGMENT_BYTES == 0]
             return Leaf(tuple(segments[-CHAIN_KEYS_MAX:]), len(text), whole[-1] if whole else 0)
-        message = {"role": "assistant", "content": reply.text, "tool_calls": list(reply.tool_calls)}
-        normalised = _normalised(message)
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+        if reply.tool_calls:
+            message["tool_calls"] = list(reply.tool_calls)
+        payload, size = _said(message)
         previous = self.keys[-1] if self.keys else 0
-        key = _link(self.root, previous, _payload(normalised))
-        keys = (*self.keys, key)[-CHAIN_KEYS_MAX:]
-        return Leaf(keys, self.text_bytes + _text_bytes(normalised), previous)
+        keys = (*self.keys, _link(self.root, previous, payload))[-CHAIN_KEYS_MAX:]
+        return Leaf(keys, self.text_bytes + size, previous)
 
 
 def message_transcript(
@@ -146,10 +147,10 @@ def message_transcript(
     ends: list[int] = []
     replies = 0
     for message in messages:
-        normalised = _normalised(message)
+        payload, size = _said(message)
         replies += isinstance(message, dict) and cast("dict[str, Any]", message).get("role") == "assistant"
-        keys.append(_link(root, keys[-1] if keys else 0, _payload(normalised)))
-        ends.append((ends[-1] if ends else 0) + _text_bytes(normalised))
+        keys.append(_link(root, keys[-1] if keys else 0, payload))
+        ends.append((ends[-1] if ends else 0) + size)
     return Transcript(root, tuple(keys), tuple(ends), replies=replies)
 
 
@@ -254,15 +255,24 @@ def _fields(message: object) -> dict[str, Any]:
     return cast("dict[str, Any]", message) if isinstance(message, dict) else {}
 
 
+def _said(message: object) -> tuple[bytes, int]:
+    """A message as bytes that no other message has, and how many bytes of text it counts for."""
+    fields = _fields(message)
+    role, content = fields.get("role"), fields.get("content")
+    plain = len(fields) == 2 and isinstance(role, str) and len(role) <= ROLE_CACHED_MAX
+    if plain and isinstance(role, str) and isinstance(content, str):  # as most are: the same, sooner
+        text = _utf8(content.strip() if role == "assistant" else content)
+        return _plain_head(role) + text, len(text)
+    normalised = _normalised(message)
+    return _payload(normalised), _text_bytes(normalised)
+
+
 def _payload(message: object) -> bytes:
     """A message as bytes that no other message has. Text, which may be long, is not escaped on its way."""
     fields = _fields(message)
     content = fields.get("content")
     if not isinstance(content, str):
         return bytes(4) + _canonical(message)
-    role = fields.get("role")
-    if len(fields) == 2 and isinstance(role, str) and len(role) <= ROLE_CACHED_MAX:
-        return _plain_head(role) + _utf8(content)
     return _sized(_canonical({**fields, "content": None})) + _utf8(content)
 
 

@@ -57,6 +57,7 @@ class EngineTable:
         self._unregistered_s = unregistered_s
         self._engines: dict[str, Engine] = {}
         self._unregistered: OrderedDict[str, tuple[float, Engine]] = OrderedDict()
+        self._at_url: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._suspect_until_s: dict[str, float] = {}
         self._stalled: set[str] = set()
@@ -79,6 +80,7 @@ class EngineTable:
             if engine_id in self._engines
         }
         self._stalled &= self._engines.keys()
+        self._at_url = Counter(engine.url for engine in self._engines.values())
 
     def get(self, engine_id: str) -> Engine | None:
         """An engine that may serve a turn."""
@@ -145,7 +147,7 @@ class EngineTable:
 
     def headers(self, engine: Engine) -> Mapping[str, str]:
         """What a request needs to reach this engine and not another rank behind the same URL."""
-        shared = sum(other.url == engine.url for other in self._engines.values()) > 1
+        shared = self._at_url[engine.url] > 1
         return {RANK_HEADER: str(engine.data_parallel_rank)} if shared or engine.data_parallel_rank else {}
 
     # --- inside -------------------------------------------------------------------------------------------

@@ -57,15 +57,6 @@ class _Seat:
     waiting: dict["_WatchedCall", float] = field(default_factory=dict["_WatchedCall", float])
     users: int = 0
 
-    def wait(self, request: "_WatchedCall", now_s: float) -> None:
-        """A request waits for bytes from here on."""
-        self.waiting[request] = now_s
-
-    def progress(self, request: "_WatchedCall", now_s: float) -> None:
-        """Bytes of a request came."""
-        self.waiting.pop(request, None)
-        self.progress_s = now_s
-
     def is_stalled(self, now_s: float, stall_s: float) -> bool:
         """Whether requests wait, and nothing has come of any of them for so long."""
         oldest_s = min(self.waiting.values(), default=now_s)
@@ -100,7 +91,8 @@ class EngineHealth:
     ) -> AbstractAsyncContextManager[EngineReply]:
         """Sends a request. `LegError` also when the engine stalls."""
         address = _base(url), headers.get(RANK_HEADER, "")
-        return _WatchedCall(self, self._port.call(method, url, headers, body, timeout_s), address)
+        inner = self._port.call(method, url, headers, body, timeout_s)
+        return _WatchedCall(self, inner, address, self._clock)
 
     def take_seat(self, address: Address) -> _Seat:
         """A request to an engine begins; ends with `leave_seat`."""
@@ -115,10 +107,6 @@ class EngineHealth:
         seat.users -= 1
         if not seat.users:
             del self._seats[address]
-
-    def now_s(self) -> float:
-        """The time of all seats."""
-        return self._clock.now_s()
 
     async def run(self) -> None:
         """Takes stalled engines out of rotation and probes them until cancelled."""
@@ -196,9 +184,14 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
     headers: Mapping[str, str]
 
     def __init__(
-        self, health: EngineHealth, inner: AbstractAsyncContextManager[EngineReply], address: Address
+        self,
+        health: EngineHealth,
+        inner: AbstractAsyncContextManager[EngineReply],
+        address: Address,
+        clock: Clock,
     ) -> None:
         self._health = health
+        self._now_s = clock.now_s
         self._inner = inner
         self._address = address
         self._seat: _Seat | None = None
@@ -259,12 +252,15 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
             self._wait()
 
     def _wait(self) -> None:
+        """Bytes are waited for from here on."""
         if self._seat is not None:
-            self._seat.wait(self, self._health.now_s())
+            self._seat.waiting[self] = self._now_s()
 
     def _progress(self) -> None:
+        """Bytes came."""
         if self._seat is not None:
-            self._seat.progress(self, self._health.now_s())
+            self._seat.waiting.pop(self, None)
+            self._seat.progress_s = self._now_s()
 
     def _leave(self) -> None:
         if self._seat is not None:

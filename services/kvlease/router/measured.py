@@ -15,7 +15,7 @@ from kvlease.core.records import Engine, LeaseRecord, PinOutcome
 from kvlease.core.renewal import Beat
 from kvlease.router.ports import BeatAck, EnginePort, EngineReply, RegistryPort, RenewalStream
 from kvlease.runtime import metric_catalogue as catalogue
-from kvlease.runtime.metrics import CallTimer, Metrics, Sample, Series
+from kvlease.runtime.metrics import CallTimer, Metrics, Sample
 from kvlease.store.port import Batch
 
 BEATS_MAX = 256
@@ -30,13 +30,13 @@ OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 def count_answers(metrics: Metrics) -> OnPrepare:
     """Counts each answer of an application when its head is sent; to be put into `on_response_prepare`."""
-    answered = Series(metrics.counter(catalogue.HTTP_REQUESTS))
+    answered = metrics.tally(catalogue.HTTP_REQUESTS)
 
     async def count(request: web.Request, response: web.StreamResponse) -> None:
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical.rstrip("/")
         # Whatever has no route of its own is one path: its number is not bounded.
-        answered.inc(1, "other" if path in ("", "/{path}") else path, str(response.status))
+        answered.add(1, "other" if path in ("", "/{path}") else path, str(response.status))
 
     return count
 

@@ -13,7 +13,7 @@ from kvlease.router.engines import EngineTable
 from kvlease.router.measured import MeasuredEngines
 from kvlease.router.ports import EnginePort
 from kvlease.runtime import metric_catalogue as catalogue
-from kvlease.runtime.metrics import CallTimer, Metrics, Sample, Series
+from kvlease.runtime.metrics import CallTimer, Metrics, Sample
 
 OTHER_TENANTS = "other"
 TENANT_DIGITS = 16
@@ -42,15 +42,15 @@ class TurnMetrics:
     def __init__(self, metrics: Metrics, clock: Clock, tenants_max: int) -> None:
         self._clock = clock
         self._tenants = TenantLabels(tenants_max)
-        self._turns = Series(metrics.counter(catalogue.TURNS))
-        self._ttft = Series(metrics.histogram(catalogue.TTFT_SECONDS))
-        self._prompt = Series(metrics.counter(catalogue.PROMPT_TOKENS))
-        self._reused = Series(metrics.counter(catalogue.REUSED_TOKENS))
-        self._read = Series(metrics.counter(catalogue.READ_TOKENS))
-        self._recomputed = Series(metrics.counter(catalogue.RECOMPUTED_TOKENS))
-        self._tenant_prompt = Series(metrics.counter(catalogue.TENANT_PROMPT_TOKENS))
-        self._tenant_reused = Series(metrics.counter(catalogue.TENANT_REUSED_TOKENS))
-        self._retries = Series(metrics.counter(catalogue.RETRIES))
+        self._turns = metrics.tally(catalogue.TURNS)
+        self._ttft = metrics.histogram(catalogue.TTFT_SECONDS)
+        self._prompt = metrics.tally(catalogue.PROMPT_TOKENS)
+        self._reused = metrics.tally(catalogue.REUSED_TOKENS)
+        self._read = metrics.tally(catalogue.READ_TOKENS)
+        self._recomputed = metrics.tally(catalogue.RECOMPUTED_TOKENS)
+        self._tenant_prompt = metrics.tally(catalogue.TENANT_PROMPT_TOKENS)
+        self._tenant_reused = metrics.tally(catalogue.TENANT_REUSED_TOKENS)
+        self._retries = metrics.tally(catalogue.RETRIES)
         self._nonces = metrics.counter(catalogue.PROMPT_NONCES)
         self._refused = metrics.counter(catalogue.REFUSED_TURNS)
         self._audits = metrics.counter(catalogue.REUSE_AUDITS)
@@ -59,19 +59,19 @@ class TurnMetrics:
     def observe(self, record: TurnRecord, tenant: str) -> None:
         """Counts a turn that is over."""
         path, label = record.path.value, self._tenants.label(tenant)
-        self._turns.inc(1, path, record.reason.value, record.ended)
-        self._prompt.inc(record.prompt_tokens, path)
-        self._reused.inc(record.reused_tokens, path)
-        self._read.inc(record.read_tokens, path)
-        self._recomputed.inc(max(0, record.prompt_tokens - record.reused_tokens), path)
-        self._tenant_prompt.inc(record.prompt_tokens, label)
-        self._tenant_reused.inc(record.reused_tokens, label)
-        self._retries.inc(record.prefill_retries, "prefill")
-        self._retries.inc(record.decode_retries, "decode")
+        self._turns.add(1, path, record.reason.value, record.ended)
+        self._prompt.add(record.prompt_tokens, path)
+        self._reused.add(record.reused_tokens, path)
+        self._read.add(record.read_tokens, path)
+        self._recomputed.add(max(0, record.prompt_tokens - record.reused_tokens), path)
+        self._tenant_prompt.add(record.prompt_tokens, label)
+        self._tenant_reused.add(record.reused_tokens, label)
+        self._retries.add(record.prefill_retries, "prefill")
+        self._retries.add(record.decode_retries, "decode")
         if record.nonce:
             self._nonces.inc()
         if record.ttft_s is not None:
-            self._ttft.observe(record.ttft_s, path)
+            self._ttft.labels(path).observe(record.ttft_s)
 
     def refused(self, code: str) -> None:
         """Counts a turn that was not let in."""

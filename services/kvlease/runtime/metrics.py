@@ -53,6 +53,12 @@ class Metrics:
         """Something that only grows."""
         return cast(Counter, self._make(metric, Kind.COUNTER))
 
+    def tally(self, metric: Metric) -> "Tally":
+        """Something that only grows, and often."""
+        tally = Tally(self.counter(metric))
+        self.on_scrape(tally.settle)
+        return tally
+
     def gauge(self, metric: Metric) -> Gauge:
         """Something that goes up and down."""
         return cast(Gauge, self._make(metric, Kind.GAUGE))
@@ -129,26 +135,27 @@ def _families(samples: Iterable[Sample]) -> Iterable[Family]:
     return families.values()
 
 
-class Series:
-    """The children of a metric by the values of their labels, found faster than the library finds them."""
+class Tally:
+    """What a counter is to count, by the values of its labels: kept here, and counted when it is scraped.
 
-    def __init__(self, metric: Counter | Histogram) -> None:
-        self._metric = metric
-        self._children: dict[tuple[str, ...], Any] = {}
+    For what is counted many times in every request: the library's counters are slow.
+    """
 
-    def inc(self, amount: float, *labels: str) -> None:
-        """Counts."""
-        self._child(labels).inc(amount)
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._counts: dict[tuple[str, ...], float] = {}
 
-    def observe(self, amount: float, *labels: str) -> None:
-        """Notes one of many."""
-        self._child(labels).observe(amount)
+    def add(self, amount: float, *labels: str) -> None:
+        """Counts; an amount of 0 makes the series known."""
+        counts = self._counts
+        counts[labels] = counts.get(labels, 0) + amount
 
-    def _child(self, labels: tuple[str, ...]) -> Any:
-        child = self._children.get(labels)
-        if child is None:
-            child = self._children[labels] = self._metric.labels(*labels)
-        return child
+    def settle(self) -> Iterable[Sample]:
+        """Lets the counter count; nothing more has to be told."""
+        counts, self._counts = self._counts, {}
+        for labels, amount in counts.items():
+            self._counter.labels(*labels).inc(amount)
+        return ()
 
 
 # --- calls ----------------------------------------------------------------------------------------------------
@@ -160,7 +167,8 @@ class CallTimer:
     def __init__(
         self, metrics: Metrics, metric: Metric, now_s: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._seconds = Series(metrics.histogram(metric))
+        self._seconds = metrics.histogram(metric)
+        self._children: dict[tuple[str, str], Histogram] = {}
         self._now_s = now_s
 
     async def timed(self, name: str, call: Awaitable[Answer]) -> Answer:
@@ -179,7 +187,10 @@ class CallTimer:
 
     def observe(self, name: str, outcome: str, seconds: float) -> None:
         """Notes a call that was timed elsewhere."""
-        self._seconds.observe(seconds, name, outcome)
+        child = self._children.get((name, outcome))
+        if child is None:
+            child = self._children[name, outcome] = self._seconds.labels(name, outcome)
+        child.observe(seconds)
 
 
 def outcome_of(answer: Any) -> str:

@@ -156,7 +156,7 @@ def exporting_telemetry(
 
 def names_trace(headers: Mapping[str, str]) -> bool:
     """Whether a caller's headers name a trace."""
-    return any(name.lower() in TRACE_HEADERS for name in headers)
+    return not TRACE_HEADERS.isdisjoint(map(str.lower, headers))
 
 
 def is_traced() -> bool:
