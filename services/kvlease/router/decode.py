@@ -276,12 +276,15 @@ class DecodeLeg:
                 parts.append(passed)
             if reader.failed and not turn.answered and self._can_replace(turn, tried):
                 raise LegError("the decode engine failed before its first token", sent=True)
-            if reader.finished_well and not turn.record.ended:
+            if not turn.record.ended and reader.finished_well:
                 self._end(turn, engine, reader, kept=True)
-            self._learn(turn, reader)
-            data = b"".join(parts)
+            if turn.record.ended:
+                self._learn(turn, reader)
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
             if data:
-                await self._pass(turn, handover, reply, data)
+                if not turn.answered:
+                    await self._begin(turn, handover, reply)
+                await turn.client.write(data)
             if cleaner.done:
                 break
         if not cleaner.done and not reader.finished_well:
@@ -290,16 +293,15 @@ class DecodeLeg:
         await turn.client.end()
         await _drain(chunks)
 
-    async def _pass(self, turn: Turn, handover: PinnedLease | None, reply: EngineReply, data: bytes) -> None:
-        if not turn.answered:
-            turn.until_first_byte.close()
-            turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
-            self._measure(turn, handover)
-            if handover is not None:
-                self._services.renewals.drop_pin(handover.pin_id)
-            turn.answered = True
-            await turn.client.start(reply.status, {**answer_headers(reply.headers), **route_headers(turn)})
-        await turn.client.write(data)
+    async def _begin(self, turn: Turn, handover: PinnedLease | None, reply: EngineReply) -> None:
+        """The first bytes of a stream are there: what was waited for is known, and the client gets a head."""
+        turn.until_first_byte.close()
+        turn.record.ttft_s = self._services.clock.now_s() - turn.started_s
+        self._measure(turn, handover)
+        if handover is not None:
+            self._services.renewals.drop_pin(handover.pin_id)
+        turn.answered = True
+        await turn.client.start(reply.status, {**answer_headers(reply.headers), **route_headers(turn)})
 
     def _measure(self, turn: Turn, handover: PinnedLease | None) -> None:
         """Learns from a first byte how fast KV comes from a prefill engine, or how fast the engine appends."""

@@ -28,7 +28,7 @@ IDLE_CONNECTION_S = 3.0
 A request never meets a connection that is being closed.
 """
 IDLE_CONNECTIONS_MAX = 1024
-WRITE_BYTES = 1 << 16
+WRITE_BYTES = 1 << 17
 UNREAD_BYTES_MAX = 1 << 18
 """An answer that is not read stops coming: a slow client holds this much of it, and no more."""
 
@@ -205,11 +205,12 @@ class _Connection(asyncio.Protocol):
 
     async def _write(self, head: bytes, body: bytes) -> None:
         """In pieces, each when the one before has been taken."""
+        view = memoryview(body)
         for start in range(0, len(body), WRITE_BYTES):
             if self._transport is None or self._failed is not None or self.status:
                 return  # an engine may refuse a request before it has read all of it
-            piece = body[start : start + WRITE_BYTES]
-            self._transport.write(head + piece if start == 0 else piece)
+            piece = view[start : start + WRITE_BYTES]
+            self._transport.writelines((head, piece) if start == 0 else (piece,))
             if self._drained is not None:
                 await self._drained
         self._sent_all = True

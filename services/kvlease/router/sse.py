@@ -80,7 +80,7 @@ class StreamCleaner:
 
 def _payload(event: bytes) -> bytes | None:
     """The data of an event, None when it has none."""
-    if event.startswith(DATA) and event.endswith(b"\n\n") and event.count(b"\n") == 2 and b"\r" not in event:
+    if event.startswith(DATA) and event.find(b"\n") == len(event) - 2 and b"\r" not in event:  # as most are
         return event[len(DATA) : -2].strip()
     parts = [
         line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith((b"data:", b"data "))

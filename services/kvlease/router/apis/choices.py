@@ -154,8 +154,10 @@ class ChoicesReader:
         usage = answer.get("usage")
         if usage is not None:
             self._read_usage(usage)
-        for choice in objects(answer.get("choices")):
-            self._read_choice(choice)
+        choices = answer.get("choices")
+        for choice in cast("list[object]", choices) if isinstance(choices, list) else ():
+            if isinstance(choice, dict):
+                self._read_choice(choice)
 
     def _read_usage(self, value: object) -> None:
         if not isinstance(value, dict):
