@@ -32,7 +32,7 @@ def test_a_prefill_leg_teaches_the_rate_of_computing_without_the_time_of_its_rea
         clock.advance(1.5)
         report = TurnReport(3000, 0, 2000, 2000, "read", 3000, read_s=0.5)
         loads.prefilled(engine("p"), "d", begun_s, report, ())
-    line = loads.seen(P, prefills=True).prefill
+    line = loads.load(engine("p")).prefill
     assert line is not None
     assert line.seconds(1000) == pytest.approx(1.0)
     rates = loads.read_rates("layout")
@@ -48,7 +48,7 @@ def test_legs_that_overlap_do_not_make_an_engine_look_slow() -> None:
     for _ in range(3):
         clock.advance(1.0)
         loads.prefilled(engine("p"), "", begun_s, TurnReport(1000, 0, 0, 0, "none"), ())
-    line = loads.seen(P, prefills=True).prefill
+    line = loads.load(engine("p")).prefill
     assert line is not None
     assert line.seconds(1000) == pytest.approx(1.0)
 
@@ -56,26 +56,26 @@ def test_legs_that_overlap_do_not_make_an_engine_look_slow() -> None:
 def test_prompts_and_reads_count_while_they_are_in_flight() -> None:
     loads = EngineLoads(ManualClock())
     with loads.computing("p", 500), loads.computing("p", 200), loads.reading("d", "p"):
-        seen = loads.seen(P, prefills=True)
-        assert (seen.backlog_tokens, seen.reads) == (700, 1)
-        assert loads.seen(replace(P, engine_id="d"), prefills=False).reads == 1
-    seen = loads.seen(P, prefills=True)
-    assert (seen.backlog_tokens, seen.reads) == (0, 0)
+        load = loads.load(engine("p"))
+        assert (load.backlog_tokens, load.reads) == (700, 1)
+        assert loads.load(engine("d", EngineRole.DECODE)).reads == 1
+    load = loads.load(engine("p"))
+    assert (load.backlog_tokens, load.reads) == (0, 0)
 
 
 def test_an_engine_is_full_at_its_limit_and_sooner_while_it_warms_up() -> None:
     clock = ManualClock()
     loads = EngineLoads(clock, LoadLimits(prefill_inflight_max=10, slow_start_s=30.0))
-    busy = replace(P, running=5)
-    assert not loads.seen(busy, prefills=True).full
+    busy = engine("p")
+    assert not loads.load(busy, running=5).full
     loads.joined("p", warm=False)
-    assert loads.seen(busy, prefills=True).warmth == pytest.approx(0.1)
-    assert loads.seen(busy, prefills=True).full
+    assert loads.load(busy, running=5).warmth == pytest.approx(0.1)
+    assert loads.load(busy, running=5).full
     clock.advance(18.0)
-    assert loads.seen(busy, prefills=True).warmth == pytest.approx(0.6)
-    assert not loads.seen(busy, prefills=True).full
+    assert loads.load(busy, running=5).warmth == pytest.approx(0.6)
+    assert not loads.load(busy, running=5).full
     clock.advance(30.0)
-    assert loads.seen(replace(P, running=10), prefills=True).full
+    assert loads.load(busy, running=10).full
 
 
 def test_engines_that_were_there_before_the_router_are_warm_and_those_that_join_are_not() -> None:
@@ -109,14 +109,14 @@ def record(lease_id: int, engine_id: str, tokens: int) -> LeaseRecord:
 
 def test_what_an_engine_holds_is_the_sum_of_its_recorded_leases() -> None:
     loads = EngineLoads(ManualClock())
-    signal = replace(P, engine_id="d")
+    holder = engine("d", EngineRole.DECODE)
     one, two = record(1, "d", 100), record(2, "d", 200)
     loads.apply_leases(Batch((Change(one), Change(two)), snapshot=True))
-    assert loads.seen(signal, prefills=False).held_tokens == 300
+    assert loads.load(holder).held_tokens == 300
     loads.apply_leases(Batch((Change(replace(one, tokens=150)), Change(two, gone=True)), snapshot=False))
-    assert loads.seen(signal, prefills=False).held_tokens == 150
+    assert loads.load(holder).held_tokens == 150
     loads.apply_leases(Batch((), snapshot=True))
-    assert loads.seen(signal, prefills=False).held_tokens == 0
+    assert loads.load(holder).held_tokens == 0
 
 
 def test_a_read_whose_end_nobody_tells_of_counts_for_a_while_only() -> None:
@@ -125,12 +125,12 @@ def test_a_read_whose_end_nobody_tells_of_counts_for_a_while_only() -> None:
     with loads.reading("p", "d"):
         clock.advance(READ_COUNTED_S / 2)
         with loads.reading("p", "e"):
-            assert loads.seen(P, prefills=True).reads == 2
+            assert loads.load(engine("p")).reads == 2
             clock.advance(READ_COUNTED_S / 2)
-            assert loads.seen(P, prefills=True).reads == 1
-        assert loads.seen(P, prefills=True).reads == 0
+            assert loads.load(engine("p")).reads == 1
+        assert loads.load(engine("p")).reads == 0
         clock.advance(READ_COUNTED_S)
-    assert loads.seen(P, prefills=True).reads == 0
+    assert loads.load(engine("p")).reads == 0
 
 
 def test_signals_say_what_the_prefix_cache_of_each_engine_is_likely_to_hold() -> None:

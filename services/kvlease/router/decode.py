@@ -223,12 +223,11 @@ class DecodeLeg:
         reply: EngineReply,
         tried: set[str] | None,
     ) -> None:
-        headers = answer_headers(reply.headers)
         if reply.status >= 400:
             body = await reply.body()
             if handover is not None:
                 turn.loose_pins[handover.pin_id] = handover
-            await refused(turn, Refusal(reply.status, headers, body))
+            await refused(turn, Refusal(reply.status, answer_headers(reply.headers), body))
         elif _is_stream(reply):
             await self._relay_stream(turn, engine, handover, reply, tried)
         else:

@@ -275,7 +275,8 @@ class _Call(AbstractAsyncContextManager[EngineReply]):
     async def __aenter__(self) -> EngineReply:
         head = _head(self._method, self._url, self._headers, self._body)
         loop = asyncio.get_running_loop()
-        connection = self._connection = await self._pool.connection(self._url, loop)
+        connection = self._pool.idle(self._url, loop) or await self._pool.connect(self._url, loop)
+        self._connection = connection
         late = LegError("no answer in time", sent=True)
         self._timer = loop.call_later(self._timeout_s, connection.fail, late)
         try:
@@ -331,22 +332,36 @@ class HttpEngines:
         """A request. Entering sends it and raises `LegError`; leaving early closes the connection."""
         return _Call(self, method, url, headers, body, timeout_s)
 
-    async def connection(self, url: str, loop: asyncio.AbstractEventLoop) -> _Connection:
-        """An idle connection to the engine, or another one.
+    def idle(self, url: str, loop: asyncio.AbstractEventLoop) -> _Connection | None:
+        """A connection to the engine that nobody uses, None when there is none."""
+        idle = self._idle.get(_parts(url)[0])
+        while idle:
+            connection = idle.pop()
+            if connection.is_open and loop.time() - connection.idle_since_s < IDLE_CONNECTION_S:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self, url: str, loop: asyncio.AbstractEventLoop) -> _Connection:
+        """Another connection to the engine.
 
         Raises:
             LegError: there is none to be had.
         """
         if not self._open:
             raise LegError("the client is closed", sent=False)
-        origin, _, _ = _parts(url)
-        idle = self._idle.get(origin)
-        while idle:
-            connection = idle.pop()
-            if connection.is_open and loop.time() - connection.idle_since_s < IDLE_CONNECTION_S:
-                return connection
-            connection.close()
-        return await self._connect(origin, loop)
+        secure, host, port = _parts(url)[0]
+        context: ssl.SSLContext | bool | None = None
+        if secure:
+            context = True if self._tls is None else self._tls.client_context()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(loop), host, port, ssl=context
+                )
+        except (OSError, TimeoutError) as error:
+            raise LegError(f"no connection: {type(error).__name__}", sent=False) from error
+        return connection
 
     def give_back(self, url: str, connection: _Connection) -> None:
         """Keeps a connection whose answer was read to the end, and closes any other one."""
@@ -362,20 +377,6 @@ class HttpEngines:
         idle.append(connection)
         while now_s - idle[0].idle_since_s >= IDLE_CONNECTION_S:
             idle.popleft().close()
-
-    async def _connect(self, origin: Origin, loop: asyncio.AbstractEventLoop) -> _Connection:
-        secure, host, port = origin
-        context: ssl.SSLContext | bool | None = None
-        if secure:
-            context = True if self._tls is None else self._tls.client_context()
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(loop), host, port, ssl=context
-                )
-        except (OSError, TimeoutError) as error:
-            raise LegError(f"no connection: {type(error).__name__}", sent=False) from error
-        return connection
 
 
 @lru_cache(maxsize=1024)

@@ -188,18 +188,24 @@ class EngineTable:
 
     def _signal(self, engine: Engine) -> EngineSignal:
         engine_id, now_s = engine.holder.engine_id, self._clock.now_s()
-        registered = engine_id in self._engines
-        signal = EngineSignal(
+        registered, running = engine_id in self._engines, self._running[engine_id]
+        load = self.loads.load(engine, running)
+        return EngineSignal(
             engine_id=engine_id,
             role=engine.role,
             layout_hash=engine.layout.layout_hash,
             retain=engine.retain and registered,
             prefix_caching=engine.prefix_caching,
-            running=self._running[engine_id],
+            running=running,
             suspect=not registered
             or engine_id in self._stalled
             or now_s < self._suspect_until_s.get(engine_id, now_s),
             registered=registered,
             draining=engine.draining,
+            full=load.full,
+            warmth=load.warmth,
+            backlog_tokens=load.backlog_tokens,
+            held_tokens=load.held_tokens,
+            reads=load.reads,
+            prefill=load.prefill,
         )
-        return self.loads.seen(signal, prefills=engine.role is EngineRole.PREFILL)

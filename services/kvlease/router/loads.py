@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvlease.core.clock import Clock
 from kvlease.core.cost import TokenEstimate
 from kvlease.core.planning import EngineSignal, ReadRates
 from kvlease.core.prefixes import PrefixMemory
-from kvlease.core.rates import RateTable, ServiceMeter
-from kvlease.core.records import Engine, LeaseRecord
+from kvlease.core.rates import Line, RateTable, ServiceMeter
+from kvlease.core.records import Engine, EngineRole, LeaseRecord
 from kvlease.core.turn import TurnReport
 from kvlease.router.counted import Counted, uncount
 from kvlease.store.port import Batch
@@ -39,6 +40,17 @@ class LoadLimits:
     decode_inflight_max: int = 0
     slow_start_s: float = 30.0
     samples_min: int = 32
+
+
+class EngineLoad(NamedTuple):
+    """What is known of one engine's load and rate; see `EngineSignal`."""
+
+    full: bool
+    warmth: float
+    backlog_tokens: int
+    held_tokens: int
+    reads: int
+    prefill: Line | None
 
 
 class EngineLoads:
@@ -150,26 +162,16 @@ class EngineLoads:
             self._rates.pair_lines,
         )
 
-    def seen(self, signal: EngineSignal, *, prefills: bool) -> EngineSignal:
-        """The signal of an engine, with its load and its rates."""
-        engine_id = signal.engine_id
+    def load(self, engine: Engine, running: int = 0) -> EngineLoad:
+        """The load and the rate of an engine with so many turns in flight."""
+        engine_id, prefills = engine.holder.engine_id, engine.role is EngineRole.PREFILL
         inflight_max = self.limits.prefill_inflight_max if prefills else self.limits.decode_inflight_max
         warmth = self._warmth(engine_id)
-        group = f"{'prefill' if prefills else 'append'} {signal.layout_hash}"
-        return EngineSignal(
-            signal.engine_id,
-            signal.role,
-            signal.layout_hash,
-            signal.retain,
-            signal.prefix_caching,
-            signal.running,
-            signal.suspect,
-            signal.registered,
-            signal.draining,
-            full=0 < inflight_max * warmth <= signal.running,
+        group = f"{'prefill' if prefills else 'append'} {engine.layout.layout_hash}"
+        return EngineLoad(
+            full=0 < inflight_max * warmth <= running,
             warmth=warmth,
             backlog_tokens=self._backlog[engine_id],
-            cached_tokens=signal.cached_tokens,
             held_tokens=self._held[engine_id],
             reads=self._reads.count(engine_id),
             prefill=self._rates.prefill_line(engine_id, group),

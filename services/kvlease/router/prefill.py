@@ -181,7 +181,8 @@ class PrefillLeg:
         try:
             with services.engines.running(engine.holder.engine_id):
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
-                    answered = Refusal(reply.status, answer_headers(reply.headers), await reply.body())
+                    told = answer_headers(reply.headers) if reply.status >= 400 else {}
+                    answered = Refusal(reply.status, told, await reply.body())
         except LegError as failed:
             if pin is not None and not failed.sent:
                 turn.loose_pins[pin.pin_id] = pin
