@@ -171,6 +171,8 @@ class EngineTable:
             self._unregistered.popitem(last=False)
 
     def _last_resort(self) -> list[Engine]:
+        if not self._unregistered:
+            return []
         now_s = self._clock.now_s()
         return [engine for until_s, engine in self._unregistered.values() if now_s < until_s]
 
@@ -182,12 +184,14 @@ class EngineTable:
             return EngineState.DRAINING
         if engine_id in self._stalled:
             return EngineState.STALLED
-        now_s = self._clock.now_s()
-        suspect = now_s < self._suspect_until_s.get(engine_id, now_s)
-        return EngineState.SUSPECT if suspect else EngineState.READY
+        return EngineState.SUSPECT if self._failed_lately(engine_id) else EngineState.READY
+
+    def _failed_lately(self, engine_id: str) -> bool:
+        until_s = self._suspect_until_s.get(engine_id)
+        return until_s is not None and self._clock.now_s() < until_s
 
     def _signal(self, engine: Engine) -> EngineSignal:
-        engine_id, now_s = engine.holder.engine_id, self._clock.now_s()
+        engine_id = engine.holder.engine_id
         registered, running = engine_id in self._engines, self._running[engine_id]
         load = self.loads.load(engine, running)
         return EngineSignal(
@@ -197,9 +201,7 @@ class EngineTable:
             retain=engine.retain and registered,
             prefix_caching=engine.prefix_caching,
             running=running,
-            suspect=not registered
-            or engine_id in self._stalled
-            or now_s < self._suspect_until_s.get(engine_id, now_s),
+            suspect=not registered or engine_id in self._stalled or self._failed_lately(engine_id),
             registered=registered,
             draining=engine.draining,
             full=load.full,

@@ -10,7 +10,7 @@ from kvlease.core.renewal import RenewalTable
 from kvlease.router.ports import RegistryPort, RenewalStream
 
 RETRY_S = 0.2
-BEATS_APART_S = 0.02
+BEATS_APART_S = 0.05
 """Turns that end within this share a beat; the first of them has its own, at once."""
 
 RECONNECT_S = 1.0

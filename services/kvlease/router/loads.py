@@ -17,6 +17,9 @@ from kvlease.core.turn import TurnReport
 from kvlease.router.counted import Counted, uncount
 from kvlease.store.port import Batch
 
+ALWAYS_S = float("-inf")
+"""When an engine joined that was there before the router."""
+
 WARMTH_MIN = 0.1
 """The share of an engine that joins this moment: it needs turns to show what it can."""
 
@@ -73,7 +76,7 @@ class EngineLoads:
     def joined(self, engine_id: str, *, warm: bool) -> None:
         """An engine registered; a warm one was there before the router."""
         if engine_id not in self._joined_s:
-            self._joined_s[engine_id] = float("-inf") if warm else self._clock.now_s()
+            self._joined_s[engine_id] = ALWAYS_S if warm else self._clock.now_s()
 
     def gone(self, engine_id: str) -> None:
         """An engine is registered no more."""
@@ -179,7 +182,7 @@ class EngineLoads:
 
     def _warmth(self, engine_id: str) -> float:
         joined_s = self._joined_s.get(engine_id)
-        if joined_s is None or self.limits.slow_start_s <= 0:
+        if joined_s is None or joined_s == ALWAYS_S or self.limits.slow_start_s <= 0:
             return 1.0
         share = (self._clock.now_s() - joined_s) / self.limits.slow_start_s
         return min(1.0, max(WARMTH_MIN, share))
@@ -210,7 +213,7 @@ class _ReadsInFlight:
 
     def count(self, engine_id: str) -> int:
         """READs in flight at an engine."""
-        until_s = self._clock.now_s() - READ_COUNTED_S
+        until_s = self._clock.now_s() - READ_COUNTED_S if self._begun else 0.0
         while self._begun:
             number, begun = next(iter(self._begun.items()))
             if begun[0] > until_s:
