@@ -157,7 +157,7 @@ class ChoicesReader:
         choices = answer.get("choices")
         for choice in cast("list[object]", choices) if isinstance(choices, list) else ():
             if isinstance(choice, dict):
-                self._read_choice(choice)
+                self._read_choice(cast("dict[str, Any]", choice))
 
     def _read_usage(self, value: object) -> None:
         if not isinstance(value, dict):
@@ -178,7 +178,7 @@ class ChoicesReader:
         if index != 0:
             return
         said = choice.get("delta") or choice.get("message")
-        fields: dict[str, Any] = said if isinstance(said, dict) else {"content": choice.get("text")}
+        fields = cast("dict[str, Any]", said) if isinstance(said, dict) else {"content": choice.get("text")}
         content = fields.get("content")
         if isinstance(content, str):
             self._texts.append(content)
