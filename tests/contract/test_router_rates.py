@@ -40,18 +40,18 @@ async def test_what_a_decode_engine_reads_or_computes_counts_until_its_first_byt
     stack: Stack, prefill: StubEngine, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvlease.router.loads.READ_COUNTED_S", 3600.0)
-    asked, go_on = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
 
     async def answer_when_told(request: web.Request, received: Received) -> web.StreamResponse:
-        asked.release()
-        await go_on.acquire()
+        go_on = asyncio.Event()
+        asked.put_nowait(go_on)
+        await go_on.wait()
         return await decode.answer(request, received)
 
     async def loads() -> dict[str, tuple[int, bool]]:
         """READs of each engine, and whether it has prompts to compute, as a turn's plan saw them."""
         other = asyncio.create_task(stack.chat(FIRST, conversation_id="other"))
-        await asked.acquire()
-        go_on.release()
+        (await asked.get()).set()
         request_id = (await other).headers["X-Request-Id"]
         read = await stack.send("GET", f"/v1/kvlease/decisions/{request_id}")
         signals = Decision.from_json(read.json).signals.engines
@@ -64,9 +64,9 @@ async def test_what_a_decode_engine_reads_or_computes_counts_until_its_first_byt
         ("and more", {"prefill-1": (0, False), "decode-1": (0, True)}),
     ):
         turn = asyncio.create_task(stack.chat(messages, conversation_id="c", stream=True))
-        await asked.acquire()
+        go_on = await asked.get()
         assert await loads() == expected
-        go_on.release()
+        go_on.set()
         await turn
         assert await loads() == dict.fromkeys(expected, (0, False))
         messages = said(messages, "hello", text)
