@@ -38,6 +38,22 @@ class CurrentFailures(queue.Queue[str]):
         return request_id
 
 
+def order_by_source(meta: Any) -> None:
+    """Names the blocks of a READ in the order in which they lie at the holder.
+
+    NIXL makes one descriptor of blocks that follow each other on both sides, and posting descriptors is what a
+    READ spends its time with. A pool that has been used hands out blocks from the last to the first: in prompt
+    order no two would follow each other.
+    """
+    if meta.remote is None:
+        return
+    local, remote = meta.local_block_ids, meta.remote.block_ids
+    if len(local) == len(remote) == 1 and len(local[0]) == len(remote[0]):
+        pairs = sorted(zip(remote[0], local[0], strict=True))
+        meta.remote.block_ids = ([source for source, _ in pairs],)
+        meta.local_block_ids = ([destination for _, destination in pairs],)
+
+
 class WorkerHalf:
     """Works on vLLM's NIXL worker: on its main thread, but for handshakes that no turn waits for.
 
@@ -75,6 +91,8 @@ class WorkerHalf:
                 self._fail_reads_of(engine_id, metadata)
         for refused in orders.refused:
             self._failed[refused.request_id] = refused.block_ids
+        for meta in metadata.reqs_to_recv.values():
+            order_by_source(meta)
 
     def take_failed(self) -> dict[str, tuple[int, ...]]:
         """Requests to report as finished and failed in this step, with their destination blocks."""

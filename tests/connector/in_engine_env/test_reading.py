@@ -1,5 +1,7 @@
 """What is READ, and into which blocks, in vLLM's real scheduler."""
 
+from dataclasses import replace
+
 import pytest
 from engine_harness import BLOCK, Harness, keep, make_harness, make_request, read, turn
 
@@ -260,3 +262,18 @@ def test_the_completion_note_of_our_reads_does_not_reach_vllm(engine: Harness) -
     engine.add(make_request("b", prompt(4)))
     engine.step()
     assert told == []
+
+
+def test_blocks_are_read_in_the_order_in_which_they_lie_at_the_holder(engine: Harness) -> None:
+    tokens = prompt(4 * BLOCK)
+    engine.add(make_request("a", tokens, turn(read(pin_id="a", kind=LeaseKind.TRANSFER))))
+    pinned = engine.pinned(tokens)
+    assert pinned.blocks is not None
+    there = (43, 42, 41, 40)
+    engine.answer(replace(pinned, blocks=replace(pinned.blocks, block_ids=there)))
+    engine.step()
+    ((_, local, remote),) = engine.ranks[0].worker.posted
+    assert remote == [40, 41, 42, 43]
+    read_of = engine.half._reads.get("a")
+    # Each block still comes to the place that its tokens have in the prompt.
+    assert dict(zip(remote, local, strict=True)) == dict(zip(there, read_of.block_ids, strict=True))
