@@ -170,9 +170,11 @@ class ChoicesReader:
             self.usage.cached_tokens = count_of(cast("dict[str, Any]", details).get("cached_tokens"))
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
-        index = count_of(choice.get("index"))
+        index = choice.get("index")
+        if type(index) is not int or index < 0:
+            index = 0
         finish = choice.get("finish_reason")
-        if isinstance(finish, str) and finish:
+        if finish and isinstance(finish, str):
             self._finished[index] = finish
             self.failed = self.failed or finish == "error"
         if index != 0:
@@ -183,7 +185,9 @@ class ChoicesReader:
         if isinstance(content, str):
             self._texts.append(content)
         calls = fields.get("tool_calls")
-        for place, call in enumerate(cast("list[object]", calls) if isinstance(calls, list) else ()):
+        if not isinstance(calls, list):
+            return
+        for place, call in enumerate(cast("list[object]", calls)):
             if isinstance(call, dict):
                 self._read_call(place, cast("dict[str, Any]", call))
 
