@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import grpc.aio
 
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
@@ -155,7 +156,17 @@ class ProcessFleet:
                 assert answer.status in (200, 404), await answer.text()
 
     async def held_blocks(self) -> int:
-        """Blocks that leases keep, on both engines."""
+        """Blocks that leases keep, on both engines; asked again while the store is too busy to list them."""
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                try:
+                    return await self._held_blocks()
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                    await asyncio.sleep(0.1)
+
+    async def _held_blocks(self) -> int:
         async with grpc.aio.insecure_channel(self.address("registry-0")) as channel:
             registry = registry_pb2_grpc.RegistryServiceStub(channel)
             listed = await registry.ListEngines(registry_pb2.ListEnginesRequest(), timeout=BOUND_S)
