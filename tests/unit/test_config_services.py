@@ -46,6 +46,8 @@ def test_a_host_that_others_see_is_advertised() -> None:
 def test_a_pin_must_fit_into_the_question_of_a_peer() -> None:
     with pytest.raises(ConfigError, match=r"pin_call_s \(0.4\) must be below peer_call_s \(0.3\)"):
         SidecarConfig(allow_loopback=True, pin_call_s=0.4).validate()
+    with pytest.raises(ConfigError, match=r"handshake_s \(0\) must be above 0"):
+        SidecarConfig(allow_loopback=True, handshake_s=0.0).validate()
 
 
 @pytest.mark.parametrize(

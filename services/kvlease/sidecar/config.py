@@ -57,6 +57,10 @@ class SidecarConfig(StoreSettings, TracingSettings, AdminSettings):
             f"engine_ttl_s ({self.engine_ttl_s:g}) must be at least 2 with store {self.store.value}: "
             "etcd's leases are no shorter",
         )
+        require(
+            0 < self.handshake_s < 3600,
+            f"handshake_s ({self.handshake_s:g}) must be above 0 and below an hour",
+        )
         for name, value in (("listen", self.listen), ("advertise", self.advertise or self.listen)):
             require_host_port(name, value)
         require(
