@@ -75,6 +75,13 @@ def test_another_history_tenant_model_or_set_of_tools_does_not_extend_it(request
     assert request_.suffix_bytes(leaf) is None
 
 
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "a role of more letters than most"])
+@pytest.mark.parametrize("content", [" hello\n", "", "é \ud800"])
+def test_a_plain_message_has_the_key_of_one_with_fields_that_say_nothing(role: str, content: str) -> None:
+    plain, longer = {"role": role, "content": content}, {"content": content, "role": role, "name": None}
+    assert chat(plain) == chat(longer)
+
+
 def test_a_dropped_message_does_not_extend_the_chain() -> None:
     history = (USER, assistant(content="fine"), {"role": "user", "content": "more"})
     leaf = chat(*history).leaf(Reply("sure"))

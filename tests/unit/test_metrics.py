@@ -43,6 +43,17 @@ async def test_values_are_asked_for_at_each_scrape() -> None:
     assert [(await scraped(metrics))["kvlease_conversations"][0][1] for _ in range(2)] == [3, 4]
 
 
+async def test_what_is_counted_often_is_told_in_full_at_each_scrape() -> None:
+    metrics = Metrics("router")
+    turns = metrics.tally(TURNS)
+    for expected in (2.0, 4.0):
+        for _ in range(2):
+            turns.add(1, "append", "short_suffix", "well")
+        turns.add(0, "recompute", "first_turn", "well")
+        told = {labels["path"]: value for labels, value in (await scraped(metrics))[f"{TURNS.name}_total"]}
+        assert told == {"append": expected, "recompute": 0.0}
+
+
 async def test_a_part_that_cannot_be_told_is_counted_and_hides_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
