@@ -36,7 +36,7 @@ def pair_plan() -> PairPlan:
         kvlease_config={"read_part_s": READ_PART_S, "reading_cap": 0.9},
         arguments=dict.fromkeys(EngineRole, ("--num-gpu-blocks-override", "300")),
         environment={"UCX_TLS": "tcp"},
-        router=RouterConfig(reservation_s=15.0, heartbeat_interval_s=2.0),
+        router=RouterConfig(reservation_s=15.0, heartbeat_interval_s=2.0, gap_cap_s=30.0),
     )
 
 
@@ -70,7 +70,9 @@ async def is_right(pair: Pair, messages: list[dict[str, Any]], turn: Outcome) ->
 
 
 async def test_an_expired_lease_is_a_miss_and_its_blocks_serve_others(pair: Pair) -> None:
-    short = RouterConfig(heartbeat_interval_s=0.5, lease_duration_s=2.0, provisional_s=2.0, gap_floor_s=0.5)
+    short = RouterConfig(
+        heartbeat_interval_s=0.5, lease_duration_s=2.0, provisional_s=2.0, gap_floor_s=0.5, gap_cap_s=0.5
+    )
     async with pair.another_router(short):
         messages = history("expired")
         first = await pair.turn(messages, "expired")

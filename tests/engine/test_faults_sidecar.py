@@ -22,7 +22,11 @@ def pair_plan() -> PairPlan:
     """Sidecars behind fronts; leases that outlive a restart, and soon expire when nobody renews them."""
     return PairPlan(
         router=RouterConfig(
-            heartbeat_interval_s=2.0, lease_duration_s=20.0, gap_floor_s=20.0, reservation_s=60.0
+            heartbeat_interval_s=2.0,
+            lease_duration_s=20.0,
+            gap_floor_s=20.0,
+            gap_cap_s=20.0,
+            reservation_s=60.0,
         ),
         stack=FrontedStack,
     )

@@ -10,10 +10,10 @@ from kvlease.bench import main as bench
 from kvlease.bench import policy
 from kvlease.bench.bounds import Offer, gib_s_at_least, offers_of, tokens_at_most, tokens_within
 from kvlease.bench.budget import reused_fixed, reused_lru, reused_ours
-from kvlease.bench.keeping import keep_fixed, keep_predicted, replay
+from kvlease.bench.keeping import keep_fixed, keep_predicted, replay, turn_of
 from kvlease.bench.trace import GIB, Visit, generate_trace, read_trace
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.gaps import GapPolicy
+from kvlease.core.pauses import KeepPolicy, TurnEnd
 
 TOKENS_OF_A_GIB = GIB // (256 << 10)
 
@@ -38,11 +38,15 @@ def test_a_trace_is_replayed_to_the_hits_and_the_time_that_it_has() -> None:
     trace = (request(0, 1, 2), request(10000, 1, 9), request(20000, 1, 2, 3), request(90000, 1, 2, 3, 4))
     visits = read_trace(trace)
     assert [visit.parent for visit in visits] == [-1, -1, 0, 2]
-    gaps: list[float] = []
-    result = replay(visits, lambda _: 30.0, gaps.append)
+    result = replay(visits, [30.0] * len(visits))
     assert (result.hits, result.continued, result.reused_tokens) == (1, 2, 1024)
     assert result.held_s == 20.0 + 30.0 + 30.0 + 0.0
-    assert gaps == [20.0, 70.0]
+    turns: list[TurnEnd] = []
+    for visit in visits:
+        turns.append(turn_of(visit, visits, turns))
+    assert [turn.last_gap_s for turn in turns] == [None, None, 20.0, 70.0]
+    assert [turn.turns for turn in turns] == [0, 0, 1, 2]
+    assert [turn.new_tokens for turn in turns] == [1024, 1024, 512, 512]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_no_policy_saves_more_than_the_bound_for_its_gib_and_seconds(made_up: Se
     for cost in (
         keep_fixed(made_up, 120.0),
         keep_fixed(made_up, 480.0),
-        keep_predicted(made_up, GapPolicy()),
+        *keep_predicted(made_up, [KeepPolicy(4.0), KeepPolicy(1.0)]),
     ):
         assert 0 < cost.reused_tokens <= tokens_at_most(offers, cost.held_gib_s)
         assert gib_s_at_least(offers, cost.reused_tokens) <= cost.held_gib_s

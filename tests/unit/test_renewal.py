@@ -262,7 +262,7 @@ def test_leases_nobody_may_use_again_are_forgotten(table: RenewalTable) -> None:
         ({"interval_s": 7.0}, ("7.0", "20.0")),
         ({"interval_s": 30.0, "duration_s": 100.0}, ("30.0", "30.0")),
         ({"gap_floor_s": 700.0}, ("700.0", "600.0")),
-        ({"gap_quantile": 1.5}, ("1.5",)),
+        ({"gap_returns_per_hour": 0.0}, ("0.0",)),
         ({"tool_call_max_s": 0.0}, ("0.0",)),
         ({"duration_s": 0.0}, ("0.0",)),
         ({"interval_s": float("inf")}, ("inf",)),

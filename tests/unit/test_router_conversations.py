@@ -61,23 +61,44 @@ def pause(world: World, lease_id: int, gap_s: float) -> None:
     world.table.close(turn)
 
 
-def test_a_conversation_is_kept_for_the_gap_that_its_own_past_predicts(world: World) -> None:
-    first_turn(world)
-    for lease_id in range(8, 16):
-        pause(world, lease_id, 120.0)
-    world.clock.advance(110.0)
-    assert is_renewed(world, 15)
-    world.clock.advance(90.0)
-    assert not is_renewed(world, 15)
-
-
-def test_a_new_conversation_is_kept_for_the_gap_of_its_tenants_others(world: World) -> None:
-    first_turn(world)
-    for lease_id in range(8, 40):
-        pause(world, lease_id, 120.0)
+def test_a_conversation_is_kept_for_longer_the_more_often_it_went_on(world: World) -> None:
     first_turn(world, "other", 90)
-    world.clock.advance(110.0)
+    world.clock.advance(300.0)
     assert is_renewed(world, 90)
+    world.clock.advance(100.0)
+    assert not is_renewed(world, 90)
+    first_turn(world)
+    pause(world, 8, 5.0)
+    world.clock.advance(400.0)
+    assert is_renewed(world, 8)
+
+
+def test_a_conversation_is_let_go_sooner_where_others_like_it_never_went_on(world: World) -> None:
+    for number in range(100):
+        first_turn(world, f"once {number}", 100 + number)
+    world.clock.advance(4100.0)
+    first_turn(world, "another", 7)
+    world.clock.advance(40.0)
+    assert not is_renewed(world, 7)
+
+
+def test_the_counts_of_a_turn_tell_which_conversations_are_like_it(world: World) -> None:
+    def turn_of(name: str, lease_id: int, prompt_tokens: int) -> None:
+        turn = world.table.open(request([USER], name))
+        world.table.grant(turn, lease_id, HOLDER, Reply("fine"))
+        world.table.learn(turn, lease_id, prompt_tokens, completion_tokens=2)
+        world.table.close(turn)
+
+    for number in range(100):
+        turn_of(f"short {number}", 100 + number, 30)
+        turn_of(f"long {number}", 300 + number, 3000)
+        world.clock.advance(60.0)
+        world.table.open(request(NEXT, f"long {number}"))
+    world.clock.advance(4100.0)
+    turn_of("short", 7, 30)
+    turn_of("long", 8, 3000)
+    world.clock.advance(40.0)
+    assert (is_renewed(world, 7), is_renewed(world, 8)) == (False, True)
 
 
 def test_a_conversation_that_awaits_its_tools_is_kept_as_long_as_they_may_take(world: World) -> None:
@@ -102,8 +123,9 @@ def test_the_time_that_tools_take_is_no_gap(world: World) -> None:
         turn = world.table.open(request(NEXT, "c"))
         world.table.grant(turn, lease_id, HOLDER, Reply("calls"), awaits_tools=lease_id < 48)
         world.table.close(turn)
-    world.clock.advance(31.0)
-    assert not is_renewed(world, 48)
+    last = world.table.find(TENANT, "c")
+    assert last is not None
+    assert last.last_gap_s == 0.0
 
 
 def test_another_model_uses_no_lease_of_the_conversation(world: World) -> None:
@@ -232,7 +254,9 @@ def test_a_conversation_of_another_router_goes_on_under_another_name_of_its_mode
     assert isinstance(signal, LeaseSignal)
 
 
-def test_a_conversation_of_another_router_does_not_go_on_with_the_model_of_other_engines(world: World) -> None:
+def test_a_conversation_of_another_router_does_not_go_on_with_the_model_of_other_engines(
+    world: World,
+) -> None:
     other = replace(ENGINE, holder=replace(HOLDER, engine_id="other"), url="http://other:1", model="other")
     world.engines.apply(Batch((Change(other),)))
     world.table.apply(Batch((Change(lease_record(9, conversation_key(TENANT, "c"))),), snapshot=True))

@@ -11,14 +11,15 @@ from kvlease.bench.bounds import Offer, gib_s_at_least, interpolated, offers_of,
 from kvlease.bench.budget import reused_fixed, reused_lru, reused_ours
 from kvlease.bench.keeping import Cost, keep_fixed, keep_predicted
 from kvlease.bench.machine import machine
-from kvlease.bench.trace import BYTES_PER_TOKEN, Visit, generate_trace, read_trace
+from kvlease.bench.source import add_source, source_of, visits_of
+from kvlease.bench.trace import BYTES_PER_TOKEN, Visit
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.gaps import GapPolicy
+from kvlease.core.pauses import KeepPolicy
 
 FIXED_S = (30.0, 120.0, 480.0, 1800.0)
 CURVE_S = (*FIXED_S, 60.0, 240.0, 360.0, 600.0)
 VLLM_KEEPS_S = 480.0
-QUANTILES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+RETURNS_PER_HOUR = (20.0, 10.0, 6.0, 4.0, 3.0, 2.5, 2.0, 1.6, 1.3, 1.15, 1.0, 0.85, 0.7, 0.5, 0.3, 0.15)
 BUDGETS_GIB = (62.0, 125.0, 250.0, 500.0, 1000.0)
 
 MOST_OF_FIXED_COST = 0.9
@@ -30,12 +31,7 @@ at least so much of what least recently used saves."""
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `kvlease bench policy`."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--trace", type=Path, help="requests, one JSON object a line; see kvlease.bench.trace"
-    )
-    source.add_argument("--generate", type=int, metavar="SEED", help="a made-up hour instead of a trace")
-    parser.add_argument("--seconds", type=int, default=3600, help="length of the made-up trace")
+    add_source(parser)
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS_GIB, metavar="GIB")
     parser.add_argument("--output", choices=("table", "json"), default="table", help="what is printed")
     parser.add_argument(
@@ -46,14 +42,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Measures and prints. The exit status: 0 when every goal was met, 1 when not, 2 for a trace that is none."""
     try:
-        visits = _visits(arguments)
+        visits = visits_of(arguments)
     except (OSError, InvalidArgument) as error:
         sys.stderr.write(f"kvlease bench policy: {error}\n")
         return 2
     report = measure(visits, arguments.budgets)
     document = {
         "what": "prefill tokens that kept conversations save, by policy: for GiB and seconds, and within a budget",
-        "command": f"kvlease bench policy {_source(arguments)}",
+        "command": f"kvlease bench policy {source_of(arguments)}",
         "machine": machine(),
         **report.to_json(),
     }
@@ -64,22 +60,6 @@ def run(arguments: Namespace) -> int:
 
         plot(report, arguments.plot)
     return 0 if all(report.goals().values()) else 1
-
-
-def _visits(arguments: Namespace) -> list[Visit]:
-    if arguments.trace is None:
-        return read_trace(generate_trace(arguments.generate, arguments.seconds))
-    with arguments.trace.open() as lines:
-        visits = read_trace(lines)
-    if not visits:
-        raise InvalidArgument(f"{arguments.trace} holds no request")
-    return visits
-
-
-def _source(arguments: Namespace) -> str:
-    if arguments.trace is None:
-        return f"--generate {arguments.generate} --seconds {arguments.seconds}"
-    return f"--trace {arguments.trace.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +89,7 @@ class PolicyReport:
 
     Attributes:
         fixed: by the time for which every turn is kept, with unlimited memory.
-        ours: by the quantile of gaps that is to be outlived, with unlimited memory.
+        ours: by the returns that an hour of keeping must bring, with unlimited memory.
         budgets: by GiB.
     """
 
@@ -148,7 +128,7 @@ class PolicyReport:
             "reusable_tokens": sum(offer.tokens for offer in self.offers),
             "unlimited": {
                 **{f"fixed {seconds:g} s": self._cost(cost) for seconds, cost in self.fixed.items()},
-                **{f"ours, quantile {share:g}": self._cost(cost) for share, cost in self.ours.items()},
+                **{f"ours, {price:g} returns an hour": self._cost(cost) for price, cost in self.ours.items()},
             },
             "ours_cost_at_reuse_of_fixed": {
                 f"{seconds:g} s": None if (cost := self.cost_of_ours(seconds)) is None else round(cost, 3)
@@ -174,7 +154,7 @@ class PolicyReport:
         """The figures for a terminal."""
         lines = [f"{'unlimited memory':22} {'reused tokens':>14} {'GiB*s':>12} {'of the bound':>13}"]
         rows = {f"fixed {seconds:g} s": cost for seconds, cost in sorted(self.fixed.items())}
-        rows |= {f"ours, quantile {share:g}": cost for share, cost in self.ours.items()}
+        rows |= {f"ours, {price:g} returns/h": cost for price, cost in self.ours.items()}
         for name, cost in rows.items():
             share = cost.reused_tokens / max(1.0, tokens_at_most(self.offers, cost.held_gib_s))
             lines.append(f"{name:22} {cost.reused_tokens:14,} {cost.held_gib_s:12,.0f} {share:13.1%}")
@@ -193,11 +173,12 @@ class PolicyReport:
 def measure(visits: Sequence[Visit], budgets_gib: Sequence[float]) -> PolicyReport:
     """Runs every policy over a trace."""
     offers = offers_of(visits)
+    policies = [KeepPolicy(price) for price in RETURNS_PER_HOUR]
     return PolicyReport(
         visits=visits,
         offers=offers,
         fixed={seconds: keep_fixed(visits, seconds) for seconds in sorted(CURVE_S)},
-        ours={share: keep_predicted(visits, GapPolicy(share)) for share in QUANTILES},
+        ours=dict(zip(RETURNS_PER_HOUR, keep_predicted(visits, policies), strict=True)),
         budgets={
             gib: WithinBudget(
                 fixed={seconds: reused_fixed(visits, gib, seconds) for seconds in FIXED_S},

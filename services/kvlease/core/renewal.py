@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.gaps import GapPolicy
 from kvlease.core.lease import MissReason
+from kvlease.core.pauses import KeepPolicy
 
 BELIEF_SHARE = 0.8
 BEATS_REMEMBERED_MAX = 256
@@ -30,7 +30,7 @@ class RenewalPolicy:
         provisional_s: of a grant that nobody confirmed yet.
         gap_floor_s: a conversation stays live at least this long after a turn.
         gap_cap_s: and at most this long, whatever is predicted and whatever a client asks for.
-        gap_quantile: share of the gaps before next turns that a conversation is to outlive.
+        gap_returns_per_hour: returns that an hour of keeping a conversation must be expected to bring.
         tool_call_max_s: a conversation whose reply ended in tool calls stays live this long; the cap bounds it.
     """
 
@@ -40,7 +40,7 @@ class RenewalPolicy:
     provisional_s: float = 6.0
     gap_floor_s: float = 30.0
     gap_cap_s: float = 600.0
-    gap_quantile: float = 0.9
+    gap_returns_per_hour: float = 1.0
     tool_call_max_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -51,6 +51,7 @@ class RenewalPolicy:
             "provisional_s",
             "gap_floor_s",
             "gap_cap_s",
+            "gap_returns_per_hour",
             "tool_call_max_s",
         ):
             if not 0 < getattr(self, name) < math.inf:
@@ -70,15 +71,10 @@ class RenewalPolicy:
                 f"gap_floor_s is {self.gap_floor_s} and gap_cap_s {self.gap_cap_s}:"
                 " the floor is above the cap"
             )
-        self.gaps()
 
-    def gaps(self) -> GapPolicy:
-        """How gaps are predicted from those seen so far.
-
-        Raises:
-            InvalidArgument: the quantile is not one.
-        """
-        return GapPolicy(self.gap_quantile, self.gap_floor_s, self.gap_cap_s)
+    def keeping(self) -> KeepPolicy:
+        """How long conversations are kept."""
+        return KeepPolicy(self.gap_returns_per_hour, self.gap_floor_s, self.gap_cap_s)
 
 
 class Belief(Enum):
@@ -196,7 +192,7 @@ class RenewalTable:
             self._touch(lease_id)
 
     def keep_live(self, now_s: float, lease_id: int, duration_s: float) -> bool:
-        """A client asks to keep the lease; False when it is not held. The gap cap bounds the duration."""
+        """The lease is live for so long from now; False when it is not held. The gap cap bounds the duration."""
         lease = self._leases.get(lease_id)
         if lease is None or self.belief(now_s, lease_id) not in (Belief.HELD, Belief.PENDING):
             return False

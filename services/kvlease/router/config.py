@@ -123,7 +123,9 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     provisional_s: float = setting(6.0, "how long an engine keeps a turn that nobody confirmed")
     gap_floor_s: float = setting(30.0, "a conversation stays live at least this long after a turn")
     gap_cap_s: float = setting(600.0, "and at most this long, whatever is predicted or asked for")
-    gap_quantile: float = setting(0.9, "share of the gaps before next turns that a conversation outlives")
+    gap_returns_per_hour: float = setting(
+        1.0, "a conversation stays live while an hour of keeping it is expected to bring so many next turns"
+    )
     tool_call_max_s: float = setting(
         600.0, "a conversation that waits for its tools stays live this long; gap_cap_s bounds it"
     )
@@ -277,7 +279,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             provisional_s=self.provisional_s,
             gap_floor_s=self.gap_floor_s,
             gap_cap_s=self.gap_cap_s,
-            gap_quantile=self.gap_quantile,
+            gap_returns_per_hour=self.gap_returns_per_hour,
             tool_call_max_s=self.tool_call_max_s,
         )
 

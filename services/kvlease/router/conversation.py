@@ -77,7 +77,8 @@ class Conversation:
         leaf: where that turn ended.
         claim: the key of the request that goes on from the leaf and is in flight; None without one.
         branches: keys of the other leaves under the same id, the newest last.
-        gaps_s: seconds between its latest turns, those spent on calls of tools left out.
+        last_gap_s: seconds before its latest turn; None when there was none, or tools took them.
+        keep_s: for how long it was worth keeping after its latest turn.
         idle_since_s: when the last turn ended well, None once another turn has begun.
         awaits_tools: that turn's reply called tools.
     """
@@ -93,7 +94,8 @@ class Conversation:
     decode_engine_id: str = ""
     estimate: TokenEstimate = field(default_factory=TokenEstimate)
     turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
-    gaps_s: tuple[float, ...] = ()
+    last_gap_s: float | None = None
+    keep_s: float = 0.0
     idle_since_s: float | None = None
     awaits_tools: bool = False
     used_s: float = 0.0
@@ -110,6 +112,8 @@ class OpenTurn:
         supersedes: the lease that a new one replaces; 0 for a first turn and for a fork.
         claims: the turn goes on from the conversation's leaf, so that another one forks.
         traceparent: names the turn's span.
+        ended: it ended well.
+        prompt_tokens: as the engine counted them, 0 until it did; `reply_tokens` likewise.
     """
 
     conversation: Conversation
@@ -121,6 +125,9 @@ class OpenTurn:
     claims: bool = False
     first: bool = True
     traceparent: str = ""
+    ended: bool = False
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
 
 
 def key_of(transcript: Transcript | None) -> int:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript, conversation_key
-from kvlease.core.gaps import OWN_GAPS_MAX, GapEstimator
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
+from kvlease.core.pauses import PauseModel, TurnEnd
 from kvlease.core.planning import REASON_OF_MISS, LeaseSignal, PlanReason
 from kvlease.core.records import LeaseRecord
 from kvlease.core.renewal import Belief, RenewalTable
@@ -45,7 +45,8 @@ class ConversationTable:
         self._engines = engines
         self._random = random
         self._conversations_max = conversations_max
-        self._gaps = GapEstimator(renewals.policy.gaps())
+        self._pauses = PauseModel()
+        self._keeping = renewals.policy.keeping()
         self._conversations: OrderedDict[bytes, Conversation] = OrderedDict()
         self._index = ConversationIndex()
         self._records: dict[int, LeaseRecord] = {}
@@ -79,7 +80,7 @@ class ConversationTable:
         turn = self._named_turn(request) if request.conversation_id else self._unnamed_turn(request)
         conversation = turn.conversation
         conversation.used_s = self._clock.now_s()
-        self._learn_gap(conversation)
+        self._end_pause(conversation)
         conversation.open_turns += 1
         if turn.claims:
             conversation.claim = key_of(request.transcript)
@@ -122,8 +123,7 @@ class ConversationTable:
         conversation.lease = ConversationLease(
             lease_id, holder, turn.model, leaf, traceparent=turn.traceparent
         )
-        gap_s = self._expected_gap_s(conversation)
-        self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id, gap_s)
+        self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id)
         if previous is None:
             return None
         self._renewals.drop(previous.lease_id)
@@ -137,6 +137,7 @@ class ConversationTable:
     def learn(self, turn: OpenTurn, lease_id: int, prompt_tokens: int, completion_tokens: int) -> None:
         """Takes the counts of a turn that ended well."""
         conversation = turn.conversation
+        turn.prompt_tokens, turn.reply_tokens = prompt_tokens, completion_tokens
         text_bytes = turn.transcript.text_bytes if turn.transcript else 0
         conversation.estimate = conversation.estimate.learnt(prompt_tokens, text_bytes)
         lease = conversation.lease
@@ -151,9 +152,14 @@ class ConversationTable:
         turn.conversation.used_s = now_s
         if turn.claims:
             turn.conversation.claim = None
+        if turn.ended:
+            self._begin_pause(turn)
+        live_s = self._live_s(turn.conversation)
         if turn.base is not None:
-            gap_s = self._expected_gap_s(turn.conversation)
-            self._renewals.close(now_s, turn.base.lease_id, gap_s)
+            self._renewals.close(now_s, turn.base.lease_id, live_s)
+        lease = turn.conversation.lease
+        if turn.ended and lease is not None:
+            self._renewals.keep_live(now_s, lease.lease_id, live_s)
 
     def keep_live(self, conversation: Conversation, duration_s: float) -> bool:
         """A client asks to keep the conversation. False when there is no lease to keep.
@@ -361,7 +367,7 @@ class ConversationTable:
         self, request: TurnRequest, branch: Conversation, owner: Conversation, leaf: Leaf
     ) -> OpenTurn:
         branch.estimate = owner.estimate
-        branch.gaps_s = owner.gaps_s
+        branch.last_gap_s = owner.last_gap_s
         branch.decode_engine_id = owner.decode_engine_id
         suffix_bytes = request.transcript.suffix_bytes(leaf) if request.transcript else None
         return OpenTurn(
@@ -378,23 +384,31 @@ class ConversationTable:
         key = conversation_key(request.tenant, conversation_id)
         return self._insert(Conversation(key, request.tenant, conversation_id, named=False))
 
-    def _learn_gap(self, conversation: Conversation) -> None:
-        """A turn begins after a pause. Tools take as long as they take: that says nothing of the next pause."""
+    def _end_pause(self, conversation: Conversation) -> None:
+        """A turn begins. Tools take as long as they take: that says nothing of the next pause."""
         since_s, conversation.idle_since_s = conversation.idle_since_s, None
         if since_s is None or conversation.awaits_tools:
             return
-        gap_s = max(0.0, self._clock.now_s() - since_s)
-        conversation.gaps_s = (*conversation.gaps_s, gap_s)[-OWN_GAPS_MAX:]
-        self._gaps.observe(conversation.tenant, gap_s)
+        now_s = self._clock.now_s()
+        conversation.last_gap_s = max(0.0, now_s - since_s)
+        self._pauses.went_on(now_s, conversation.key)
 
-    def _expected_gap_s(self, conversation: Conversation) -> float:
-        """How long the next turn is waited for."""
-        predicted_s = self._gaps.predict_s(conversation.tenant, conversation.gaps_s)
+    def _begin_pause(self, turn: OpenTurn) -> None:
+        """A turn has ended well: how long the next one is waited for, and what there is to learn from it."""
+        conversation = turn.conversation
+        end = _turn_end(turn)
+        if conversation.idle_since_s is not None and not conversation.awaits_tools:
+            self._pauses.begin(self._clock.now_s(), conversation.key, end)
+        conversation.keep_s = self._pauses.keep_s(end, self._keeping)
+
+    def _live_s(self, conversation: Conversation) -> float:
+        """For how long the conversation is kept without another turn."""
         if conversation.awaits_tools:
-            return max(predicted_s, self._renewals.policy.tool_call_max_s)
-        return predicted_s
+            return max(conversation.keep_s, self._renewals.policy.tool_call_max_s)
+        return conversation.keep_s
 
     def _remember_end(self, turn: OpenTurn, reply: Reply, awaits_tools: bool) -> Leaf:
+        turn.ended = True
         turn.conversation.idle_since_s = self._clock.now_s()
         turn.conversation.awaits_tools = awaits_tools
         leaf = turn.transcript.leaf(reply) if turn.transcript is not None else Leaf(())
@@ -425,3 +439,20 @@ class ConversationTable:
             if oldest is None:
                 return
             del self._conversations[oldest]
+
+
+def _turn_end(turn: OpenTurn) -> TurnEnd:
+    """What is known of a turn that has ended: its request tells the turns that other routers served, too."""
+    conversation = turn.conversation
+    replies = turn.transcript.replies if turn.transcript is not None else 0
+    new_tokens = turn.prompt_tokens
+    if turn.suffix_bytes is not None:
+        new_tokens = min(new_tokens, conversation.estimate.tokens(turn.suffix_bytes))
+    return TurnEnd(
+        tenant=conversation.tenant,
+        turns=max(replies, len(conversation.turns) - 1),
+        prompt_tokens=turn.prompt_tokens,
+        new_tokens=new_tokens,
+        reply_tokens=turn.reply_tokens,
+        last_gap_s=conversation.last_gap_s,
+    )
