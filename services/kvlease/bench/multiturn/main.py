@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
+import aiohttp
+
 from kvlease.bench.machine import machine
 from kvlease.bench.multiturn.client import TurnFailedError
 from kvlease.bench.multiturn.conversations import read_conversations
@@ -119,6 +121,9 @@ def run(arguments: Namespace) -> int:
     configure_logging("warning", LogFormat.TEXT)
     try:
         return _run(arguments)
+    except (TimeoutError, aiohttp.ClientError) as error:
+        print(f"kvlease bench multiturn: no answer: {type(error).__name__} {error}", file=sys.stderr)
+        return 1
     except FAILURES as error:
         print(f"kvlease bench multiturn: {error}", file=sys.stderr)
         return 1
