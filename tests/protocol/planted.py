@@ -337,23 +337,23 @@ def _holder(holder: type[WatchedHolder]) -> Parts:
 PLANTS: dict[str, Plant] = {
     "a sidecar that acks renewals early": Plant(Parts(sidecar=AcksRenewalsEarly), "d", 1, "1a"),
     "a sidecar that acks pins early": Plant(
-        Parts(sidecar=AcksPinsEarly), "ad", 3, "1a", world=scarce("pause")
+        Parts(sidecar=AcksPinsEarly), "ad", 2, "1a", world=scarce("pause")
     ),
     "a failsafe that frees pinned blocks": Plant(
-        _holder(FreesWithoutSidecar), "ad", 1, "1b", world=scarce("restart_sidecar")
+        _holder(FreesWithoutSidecar), "ad", 2, "1b", world=scarce("restart_sidecar")
     ),
     "a handshake that compares engine ids": Plant(
-        Parts(transfers=KnowsEnginesByIdOnly), "a", 6, "1d", world=scarce("restart_under_the_same_id")
+        Parts(transfers=KnowsEnginesByIdOnly), "a", 7, "1d", world=scarce("restart_under_the_same_id")
     ),
     "a fence that counts from the reply": Plant(reader_of(FenceFromTheReply), "d", 3, "1e, 9"),
     "a READ that counts whenever it ends": Plant(reader_of(IgnoresTheFence), "ad", 1, "1e"),
     "a fence without the skew of clocks": Plant(reader_of(FenceWithoutSkew), "d", 1, "1e"),
     "a late write without quarantine": Plant(reader_of(NoQuarantine), "a", 1, "2"),
-    "an UNPIN of every reader": Plant(Parts(engine=holder_of(UnpinsEverybody)), "ad", 13, "4", REPEATED),
+    "an UNPIN of every reader": Plant(Parts(engine=holder_of(UnpinsEverybody)), "ad", 20, "4", REPEATED),
     "a sleep that keeps leases": Plant(
-        Parts(engine=SleepsOverLeases), "a", 5, "5", world=scarce("sleep", clients=2)
+        Parts(engine=SleepsOverLeases), "a", 4, "5", world=scarce("sleep", clients=2)
     ),
-    "a supersede that is lost during a READ": Plant(Parts(engine=holder_of(HasNoDraining)), "c", 1, "8"),
+    "a supersede that is lost during a READ": Plant(Parts(engine=holder_of(HasNoDraining)), "c", 2, "8"),
     "a deadline that is lost during a READ": Plant(
         Parts(engine=holder_of(ForgetsDeadlineOfRead)), "b", 1, "8", world=scarce("restart_router", "pause")
     ),
@@ -366,7 +366,7 @@ PLANTS: dict[str, Plant] = {
     "a lease that never expires": Plant(Parts(engine=holder_of(NeverExpires)), "b", 1),
     "a renewal that keeps for longer": Plant(Parts(engine=holder_of(PromisesLonger)), "b", 1),
     "digests that nobody compares": Plant(
-        reader_of(VerifiesNothing), "a", 1, world=scarce("slow_down", edits=0.6)
+        reader_of(VerifiesNothing), "a", 4, world=scarce("slow_down", edits=0.6)
     ),
 }
 
