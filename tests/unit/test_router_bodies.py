@@ -178,6 +178,24 @@ def test_an_answer_without_anything_of_ours_keeps_its_bytes() -> None:
     assert client_answer(b"no json", parse_answer(b"no json"), ANY) == b"no json"
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        "18446744073709551615",
+        "18446744073709551616",
+        "-9223372036854775809",
+        "-0.10000000000000001",
+        "9" * 40,
+    ],
+)
+def test_a_number_keeps_its_value_beside_what_is_cut_out(number: str) -> None:
+    raw = b'{"x": [%b], "kv_transfer_params": {}}' % number.encode()
+    answer = parse_answer(raw)
+    assert answer is not None
+    assert answer["x"] == [json.loads(number)]
+    assert json.loads(client_answer(raw, answer, ANY)) == {"x": [json.loads(number)]}
+
+
 @pytest.mark.parametrize("params", [None, "x", {}, {"kvlease": 1}, {"kvlease": {"prompt_tokens": 1}}])
 def test_a_report_that_is_none_is_none(params: object) -> None:
     assert report_of({"kv_transfer_params": params}) is None

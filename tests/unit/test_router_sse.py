@@ -142,6 +142,13 @@ def test_parameters_are_cut_out_of_an_event_and_its_other_lines_stay() -> None:
     assert cleaner.take(raw) == 'event: x\nid: 7\ndata: {"a":"é"}\n\n'.encode()
 
 
+def test_an_integer_of_more_than_64_bits_keeps_its_digits_in_an_event_that_is_written_again() -> None:
+    cleaner = StreamCleaner(ChoicesReader(1), HIDES_USAGE)
+    assert cleaner.take(b'data: {"x":12345678901234567890123,"usage":null}\n\n') == (
+        b'data: {"x":12345678901234567890123}\n\n'
+    )
+
+
 def test_usage_nobody_asked_for_is_cut_out_and_counted() -> None:
     reader = ChoicesReader(1)
     cleaner = StreamCleaner(reader, HIDES_USAGE)
