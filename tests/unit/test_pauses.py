@@ -169,3 +169,15 @@ def test_a_policy_that_cannot_be_is_refused_with_its_values(
     with pytest.raises(InvalidArgument) as refused:
         KeepPolicy(**policy)
     assert all(value in str(refused.value) for value in values)
+
+
+def test_a_conversation_that_fell_out_of_a_full_bucket_may_go_on_whenever_it_wants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pauses, "FOLLOWED_MAX", 3)
+    model = PauseModel()
+    model.begin(0.0, "early", TURN)
+    for _ in range(pauses.FOLLOWED_MAX):
+        model.begin(0.0, "busy", TURN)
+    model.went_on(LONG_S, "early")
+    assert len(model) == 0

@@ -204,6 +204,8 @@ class PauseModel:
             return
         self.forget(key)
         idle_s = now_s - idle.since_s
+        if idle_s >= EDGES_S[-1]:
+            return  # so many turns ended at once that it fell out of a bucket
         bucket = next(bucket for bucket in range(BUCKETS) if idle_s < EDGES_S[bucket + 1])
         part = (idle_s - EDGES_S[bucket]) / (EDGES_S[bucket + 1] - EDGES_S[bucket])
         self._count(idle, bucket, part, 1.0)
