@@ -96,6 +96,18 @@ async def test_a_decode_engine_that_fails_before_its_first_byte_is_replaced(
     assert (len(decode.received), len(other.received)) == (1, 1)
 
 
+async def test_a_stream_in_which_an_engine_refuses_the_request_is_the_clients_and_says_nothing_of_the_engine(
+    stack: Stack, decode: StubEngine
+) -> None:
+    decode.script = streams(
+        event({"error": {"message": "no such grammar", "code": 400}}), b"data: [DONE]\n\n"
+    )
+    other = await stack.add(StubEngine("decode-2", EngineRole.DECODE))
+    answers = [await stack.chat(FIRST, conversation_id="c", stream=True) for _ in range(2)]
+    assert all(b"no such grammar" in answer.raw for answer in answers)
+    assert (len(decode.received), len(other.received)) == (2, 0)
+
+
 async def test_what_a_prefill_engine_computed_is_read_by_the_engine_that_is_less_busy(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

@@ -273,7 +273,8 @@ class DecodeLeg:
                 if cleaner.done and not done_before and reader.failed_silently:
                     parts.append(error_event(502, "the engine failed", "engine_failed", turn.request.api))
                 parts.append(passed)
-            if reader.failed and not turn.answered and self._can_replace(turn, tried):
+            replaceable = reader.failed and not turn.answered and not _is_refusal(cleaner.error_status)
+            if replaceable and self._can_replace(turn, tried):
                 raise LegError("the decode engine failed before its first token", sent=True)
             if not turn.record.ended and reader.finished_well:
                 self._end(turn, engine, reader, kept=True)
@@ -370,6 +371,11 @@ def _answered(status: int) -> LegError:
     fault = status not in NOT_SERVED
     begun = fault and status != TOO_MANY_REQUESTS
     return LegError(f"the decode engine answered {status}", sent=begun, fault=fault)
+
+
+def _is_refusal(status: int) -> bool:
+    """Whether an engine finds fault with the request itself, as any other one would."""
+    return 400 <= status < 500 and not can_differ(status)
 
 
 def _is_stream(reply: EngineReply) -> bool:

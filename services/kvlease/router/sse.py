@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 from typing import Any, cast
 
-from kvlease.router.dialect import Dialect, ReplyReader, encode, parse_engine_json
+from kvlease.router.dialect import Dialect, ReplyReader, count_of, encode, mapping, parse_engine_json
 from kvlease.router.ports import LegError
 
 EVENT_BYTES_MAX = 8 << 20
@@ -46,13 +46,16 @@ class EventSplitter:
 class StreamCleaner:
     """Passes an engine's events to a client, as they are unless something in them is the router's.
 
-    `done` is set by the event that ends the stream.
+    Attributes:
+        done: set by the event that ends the stream.
+        error_status: HTTP status that the engine's error object names; 0 without one.
     """
 
     def __init__(self, reader: ReplyReader, dialect: Dialect) -> None:
         self._reader = reader
         self._dialect = dialect
         self.done = False
+        self.error_status = 0
 
     def take(self, event: bytes) -> bytes:
         """Reads one event and says what the client gets of it: nothing when it was ours."""
@@ -72,6 +75,8 @@ class StreamCleaner:
         reader = self._reader
         reader.read(fields)
         self.done = self.done or reader.ended
+        if reader.failed:
+            self.error_status = count_of(mapping(fields.get("error")).get("code")) or self.error_status
         kept = self._dialect.clean(fields, streamed=True)
         if kept is fields:
             return event
