@@ -9,6 +9,7 @@ from kvlease.core.conversation import tenant_digest
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.turn import TurnParams
 from kvlease.router.apis.choices import ChoicesDialect
+from kvlease.router.apis.messages import MessagesDialect
 from kvlease.router.bodies import (
     Reading,
     TurnRequest,
@@ -19,7 +20,7 @@ from kvlease.router.bodies import (
     prefill_body,
     report_of,
 )
-from kvlease.router.dialect import Api
+from kvlease.router.dialect import Api, Dialect
 
 TENANT = tenant_digest("key")
 PARAMS = TurnParams(TENANT)
@@ -194,6 +195,16 @@ def test_a_number_keeps_its_value_beside_what_is_cut_out(number: str) -> None:
     assert answer is not None
     assert answer["x"] == [json.loads(number)]
     assert json.loads(client_answer(raw, answer, ANY)) == {"x": [json.loads(number)]}
+
+
+@pytest.mark.parametrize("dialect", [ANY, MessagesDialect({})])
+def test_half_of_a_surrogate_pair_comes_out_as_it_came(dialect: Dialect) -> None:
+    said = b'"type":"message","content":[{"type":"tool_use","input":{"x":"\\ud83d"}}]'
+    raw = b'{%b,"kv_transfer_params":{}}' % said
+    answer = parse_answer(raw)
+    assert answer is not None
+    dialect.reader().read(answer)
+    assert client_answer(raw, answer, dialect) == b"{%b}" % said
 
 
 @pytest.mark.parametrize("params", [None, "x", {}, {"kvlease": 1}, {"kvlease": {"prompt_tokens": 1}}])

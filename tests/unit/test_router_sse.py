@@ -149,6 +149,11 @@ def test_an_integer_of_more_than_64_bits_keeps_its_digits_in_an_event_that_is_wr
     )
 
 
+def test_half_of_a_surrogate_pair_stays_escaped_in_an_event_that_is_written_again() -> None:
+    cleaner = StreamCleaner(ChoicesReader(1), HIDES_USAGE)
+    assert cleaner.take(b'data: {"x":"\\ud83d","usage":null}\n\n') == b'data: {"x":"\\ud83d"}\n\n'
+
+
 def test_usage_nobody_asked_for_is_cut_out_and_counted() -> None:
     reader = ChoicesReader(1)
     cleaner = StreamCleaner(reader, HIDES_USAGE)

@@ -16,7 +16,7 @@ from kvlease.router.apis.choices import ChoicesDialect
 from kvlease.router.apis.messages import MessagesDialect
 from kvlease.router.apis.responses import ResponsesDialect
 from kvlease.router.dialect import Api as Api
-from kvlease.router.dialect import Dialect, encode, parse_engine_json, text_of
+from kvlease.router.dialect import Dialect, encode, encode_answer, parse_engine_json, text_of
 from kvlease.router.identity import CONVERSATION_FIELD, conversation_id_of
 from kvlease.router.nonces import has_nonce, strip_nonce
 from kvlease.router.reserved import KV_FIELD, strip_reserved
@@ -161,7 +161,7 @@ def client_answer(raw: bytes, answer: dict[str, Any] | None, dialect: Dialect) -
     if answer is None:
         return raw
     cleaned = dialect.clean(answer, streamed=False)
-    return raw if cleaned is None or cleaned is answer else encode(cleaned)
+    return raw if cleaned is None or cleaned is answer else encode_answer(cleaned)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -131,6 +131,14 @@ def encode(body: Mapping[str, Any]) -> bytes:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def encode_answer(answer: Mapping[str, Any]) -> bytes:
+    """What an engine said, as JSON: halves of surrogate pairs, which UTF-8 lacks, stay escaped as they came."""
+    try:
+        return encode(answer)
+    except UnicodeEncodeError:
+        return json.dumps(answer, separators=(",", ":")).encode()
+
+
 def parse_engine_json(raw: bytes) -> object:
     """An engine's JSON, read fast and exactly: what is the router's is cut out, and the rest written again.
 

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 from typing import Any, cast
 
-from kvlease.router.dialect import Dialect, ReplyReader, count_of, encode, mapping, parse_engine_json
+from kvlease.router.dialect import Dialect, ReplyReader, count_of, encode_answer, mapping, parse_engine_json
 from kvlease.router.ports import LegError
 
 EVENT_BYTES_MAX = 8 << 20
@@ -80,7 +80,7 @@ class StreamCleaner:
         kept = self._dialect.clean(fields, streamed=True)
         if kept is fields:
             return event
-        return b"" if kept is None else _with_payload(event, encode(kept))
+        return b"" if kept is None else _with_payload(event, encode_answer(kept))
 
 
 def _payload(event: bytes) -> bytes | None:

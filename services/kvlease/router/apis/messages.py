@@ -15,6 +15,7 @@ from kvlease.router.dialect import (
     Usage,
     count_of,
     encode,
+    encode_answer,
     mapping,
     objects,
     text_of,
@@ -142,7 +143,7 @@ class MessageReader:
         if started.kind == "text":
             started.parts.append(text_of(block.get("text")))
         elif started.kind == "tool_use" and block.get("input"):
-            started.parts.append(encode(mapping(block["input"])).decode())
+            started.parts.append(encode_answer(mapping(block["input"])).decode())
         self._blocks[index] = started
 
     def _add(self, index: int, delta: dict[str, Any]) -> None:
