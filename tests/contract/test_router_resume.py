@@ -1,5 +1,6 @@
 """Streams that go on at another engine, over what a simulated engine says: the rest is what it would have said."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from kvlease.core.decisions import Decision
 from kvlease.core.holding import PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
@@ -130,6 +132,34 @@ async def test_the_lease_of_a_resumed_turn_is_the_second_engines(stack: Stack, m
     assert conversation["lease"]["engine_id"] == "decode-2"
     assert int(conversation["lease"]["lease_id"], 16) == keep.lease_id
     assert [turn["ended"] for turn in conversation["turns"]] == ["well"]
+
+
+async def test_the_rest_of_a_stream_does_not_count_as_a_prompt_to_compute(stack: Stack, model: Model) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    await stack.add(model.engine("decode-1", events_max=4))
+    other = model.engine("decode-2")
+
+    async def hold_the_rest(request: web.Request, received: Received) -> web.StreamResponse:
+        events = await model.events(received)
+        if received.path != Api.COMPLETIONS.value:
+            return await send_chunks(request, events)
+        response = await send_chunks(request, events[:1])
+        asked.set()
+        await go_on.wait()
+        for event in events[1:]:
+            await response.write(event)
+        return response
+
+    other.script = hold_the_rest
+    await stack.add(other)
+    turn = asyncio.create_task(ask(stack, Api.CHAT))
+    await asked.wait()
+    seen = await ask(stack, Api.CHAT, conversation_id="other")
+    read = await stack.send("GET", f"/v1/kvlease/decisions/{seen.headers['X-Request-Id']}")
+    signals = Decision.from_json(read.json).signals.engines
+    assert {one.engine_id: one.backlog_tokens for one in signals} == {"decode-1": 0, "decode-2": 0}
+    go_on.set()
+    assert (await turn).raw.endswith(b"data: [DONE]\n\n")
 
 
 async def test_where_nobody_can_go_on_the_stream_ends_in_an_error_event(stack: Stack, model: Model) -> None:

@@ -163,7 +163,8 @@ class DecodeLeg:
         turn.decode_begun_s = services.clock.now_s()
         try:
             with services.engines.running(engine_id), turn.until_first_byte as load:
-                self._count(load, turn, engine_id, handover)
+                if not turn.answered:  # the first byte of the rest of a stream would not end the count
+                    self._count(load, turn, engine_id, handover)
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:
                     if can_differ(reply.status) and self._can_replace(turn, tried):
                         raise _answered(reply.status)
