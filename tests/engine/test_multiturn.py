@@ -29,11 +29,8 @@ def test_conversations_of_a_file_are_replayed(tmp_path: Path) -> None:
     conversations, record = tmp_path / "talks.json", tmp_path / "record.json"
     conversations.write_text(json.dumps([talk("a"), talk("b")]))
     ran = bench(
-        *("multiturn", "--input", str(conversations), "--modes", "on,append", "--repeats", "1"),
-        *(
-            "--output",
-            str(record),
-        ),
+        *("multiturn", "--input", str(conversations), "--modes", "on,append"),
+        *("--repeats", "1", "--output", str(record)),
     )
     assert ran.returncode == 0, ran.stderr
     turns = json.loads(record.read_text())["turns"]
