@@ -1,6 +1,7 @@
 """Events of a stream: split anywhere, read, cleaned."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_the_beginning_of_an_event_waits_for_its_end() -> None:
     assert splitter.feed(b"data: a\n") == []
     assert splitter.rest == b"data: a\n"
     assert splitter.feed(b"\n") == [b"data: a\n\n"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_a_long_event_in_many_pieces_is_searched_once(end: bytes) -> None:
+    long = b"event: x" + end + b"data: " + b"x" * (EVENT_BYTES_MAX // 2) + end + end
+    splitter = EventSplitter()
+    begun_s = time.process_time()
+    got = [event for at in range(0, len(long), 1 << 13) for event in splitter.feed(long[at : at + (1 << 13)])]
+    assert got == [long]
+    assert time.process_time() - begun_s < 5.0
 
 
 def test_an_endless_event_breaks_the_stream() -> None:

@@ -11,6 +11,7 @@ EVENT_BYTES_MAX = 8 << 20
 DONE = b"[DONE]"
 DATA = b"data: "
 BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+BLANK_LINE_BYTES_MAX = 4
 
 
 class EventSplitter:
@@ -26,10 +27,14 @@ class EventSplitter:
             LegError: an event is too long to be one.
         """
         buffer = self._rest + data if self._rest else data
+        seen = max(0, len(self._rest) - BLANK_LINE_BYTES_MAX + 1)
+        events: list[bytes] = []
         if b"\r" in buffer:
-            ends = [0, *(blank.end() for blank in BLANK_LINE.finditer(buffer))]
+            ends = [0, *(blank.end() for blank in BLANK_LINE.finditer(buffer, seen))]
             events = [buffer[begin:end] for begin, end in pairwise(ends)]
             self._rest = buffer[ends[-1] :]
+        elif self._rest and buffer.find(b"\n\n", seen) < 0:
+            self._rest = buffer  # what is long comes in many pieces, and is not searched again for each
         else:
             *whole, self._rest = buffer.split(b"\n\n")
             events = [event + b"\n\n" for event in whole]
