@@ -18,7 +18,7 @@ class EventSplitter:
     """Cuts bytes, split anywhere, into whole events with their blank lines. Bounded by `EVENT_BYTES_MAX`."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: bytes = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes.
