@@ -193,3 +193,6 @@ def test_only_engines_reach_the_ports_of_engines_that_ask_nobody_who_comes() -> 
     assert [peer for peer, port in allowed if port in (5600, 32768)] == [engines, engines]
     routers = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kvlease-router"}}}
     assert [peer for peer, port in allowed if port == 8000] == [routers]
+    registries = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kvlease-registry"}}}
+    operators = {"namespaceSelector": {"matchLabels": {"kvlease.io/operator": "true"}}}
+    assert [peer for peer, port in allowed if port == 7720] == [registries, operators, engines]
