@@ -58,6 +58,7 @@ NOT_RUN = {
     "git clone <this repository>": "the tests run in a clone",
     "make up": STARTS_ALL,
     "make test": "it would run itself",
+    "make protos": "the tests run in the environment that it sets up",
     "make examples": "tests/polyglot/test_examples.py builds and runs each of them, where their toolchains are",
     "make -C examples run-go": ONES_OWN,
     ".venv/bin/kvlease dev --engine sim": STARTS_ALL,
