@@ -15,6 +15,7 @@ from kvlease.core.holding import Grant, PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind
 from kvlease.core.records import EngineRole, KvLayout, KvLocation
+from kvlease.dev.engine_process import free_ports
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.server import RegistryServer
 from kvlease.runtime.clock import LoopClock
@@ -101,6 +102,7 @@ class Fleet:
             allow_loopback=True,
             socket_dir=str(self.tmp_path / f"s{len(self.sidecars)}"),
             role=role,
+            engine_url=f"http://127.0.0.1:{free_ports(1)[0]}",
             stop_grace_s=5.0,
             pin_call_s=pin_call_s,
             peer_call_s=4.0,

@@ -216,7 +216,9 @@ class ProcessFleet:
         registries = ("--registry", f"{self.address(first)},{self.address(second)}")
         listen = ("--listen", self.address(name), "--grpc-listen", self.address(f"{name}-2"))
         beats = ("--heartbeat-interval-s", "1", "--admin-listen", "127.0.0.1:0", "--log-level", "warning")
-        return ("kvlease.cli", part, *listen, *registries, *beats)
+        # So that the blocks of those who never come back are free again before a test gives up.
+        gaps = ("--gap-cap-s", "30")
+        return ("kvlease.cli", part, *listen, *registries, *beats, *gaps)
 
 
 _NAMES = (
