@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] not in COMMANDS:
         asked_for_help = given[:1] in (["--help"], ["-h"])
         print(_usage(), file=sys.stdout if asked_for_help else sys.stderr)
+        if given and not asked_for_help:
+            print(f"\nkvlease: error: there is no command {given[0]!r}", file=sys.stderr)
         return 0 if asked_for_help else 2
     # gRPC's fork handlers are for processes that go on after a fork; ours only start others, and they warn.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

@@ -95,7 +95,7 @@ async def test_a_process_on_the_memory_store_says_what_that_means_and_shows_its_
         (("sidecar",), "allow_loopback"),
         (("registry", "--tls-dir", "/nowhere"), "tls_dir: cannot use /nowhere"),
         (("registry", "--listen", "192.0.2.1:1"), "cannot listen on 192.0.2.1:1"),
-        (("nonsense",), "usage: kvlease COMMAND"),
+        (("nonsense",), "kvlease: error: there is no command 'nonsense'"),
         ((), "usage: kvlease COMMAND"),
     ],
 )
