@@ -3,6 +3,7 @@
 There is no Docker where the tests run: every service's own command is a process on loopback.
 """
 
+import os
 import re
 import subprocess
 import tomllib
@@ -132,6 +133,39 @@ def test_what_the_images_copy_is_there_and_not_left_out_of_the_build() -> None:
         for copied in re.findall(r"^COPY (?!--from)(.*)$", (DEPLOY / name).read_text(), re.MULTILINE):
             sources = [word for word in copied.split()[:-1] if not word.startswith("--")]
             assert all((DEPLOY.parent / source).exists() and source in kept for source in sources), copied
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        (
+            "http://collector:4317",
+            ["serve", "a model", "--otlp-traces-endpoint=http://collector:4317", "vllm"],
+        ),
+        ("", ["serve", "a model", ""]),
+    ],
+)
+def test_an_engine_sends_its_spans_where_the_services_send_theirs(
+    endpoint: str, told: list[str], tmp_path: Path
+) -> None:
+    engine = tmp_path / "vllm"
+    engine.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "${OTEL_SERVICE_NAME:-}"\n')
+    engine.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.defpath}", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    command = ["sh", str(DEPLOY / "engine-entrypoint.sh"), "vllm", "serve", "a model"]
+    started = subprocess.run(
+        command, env=environment | {"OTLP_ENDPOINT": endpoint}, capture_output=True, text=True, check=True
+    )
+    assert started.stdout.splitlines() == told
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_the_engines_of_a_profile_are_told_where_traces_go(profile: str) -> None:
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES | {"OTLP_ENDPOINT": "http://c:4317"})[
+        "services"
+    ]
+    engines = [spec for spec in services.values() if spec.get("profiles") == [profile]]
+    assert [spec["environment"]["OTLP_ENDPOINT"] for spec in engines] == ["http://c:4317"] * 2
 
 
 def test_the_image_of_the_services_has_what_pyproject_asks_for_in_one_version_each_and_no_torch() -> None:
