@@ -136,6 +136,20 @@ def settings_of(container: dict[str, Any]) -> dict[str, str]:
     return values
 
 
+def service_links(workload: dict[str, Any]) -> dict[str, str]:
+    """What Kubernetes puts into the environment of each pod for every service with an address, unless told not to."""
+    if not workload["spec"]["template"]["spec"].get("enableServiceLinks", True):
+        return {}
+    names = [
+        service["metadata"]["name"].upper().replace("-", "_")
+        for service in of_kind("Service")
+        if service["spec"].get("clusterIP") != "None"
+    ]
+    return {f"{name}_SERVICE_HOST": "10.0.0.1" for name in names} | {
+        f"{name}_PORT": "tcp://x" for name in names
+    }
+
+
 @pytest.mark.parametrize(
     ("workload", "container"),
     [
@@ -150,7 +164,7 @@ def test_the_settings_of_a_container_are_known_and_fit_together(
     workload: dict[str, Any], container: dict[str, Any]
 ) -> None:
     process, *arguments = container["args"]
-    environment = settings_of(container)
+    environment = settings_of(container) | service_links(workload)
     filled = [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], part) for part in arguments]
     parser = ArgumentParser()
     add_config_arguments(parser, CONFIGS[process])
