@@ -91,6 +91,12 @@ def test_every_service_has_a_pinned_image_limits_and_drops_what_it_does_not_need
         assert "depends_on" not in spec, name
 
 
+def test_etcd_is_full_before_it_is_out_of_memory() -> None:
+    """Its data is in a tmpfs, which counts, beside its log and what it keeps in its heap."""
+    gibibytes = int(VARIABLES["ETCD_MEMORY"].removesuffix("g"))
+    assert int(VARIABLES["ETCD_QUOTA_BYTES"]) <= gibibytes << 28
+
+
 def test_every_service_of_the_fleet_has_a_health_check() -> None:
     services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"]
     assert all(spec["healthcheck"]["test"][0] == "CMD" for spec in services.values())
