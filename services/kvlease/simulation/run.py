@@ -34,8 +34,9 @@ PAUSE_S = 7.0
 SUFFIX_WORDS = (2, 120)
 """Of the second turn: one that is appended, and one that is read back."""
 
-QUIET_S = 24.0
-"""After the last turn: longer than any gap and lease, so that nothing may be left."""
+QUIET_S = 28.0
+"""After the last turn: longer than the gap, a beat, a renewal that was under way and the lease it renewed, all by the
+slowest clocks, so that nothing may be left."""
 
 
 @dataclass(frozen=True, slots=True)
