@@ -22,6 +22,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
 READ_PART_S = 20.0
 """The READ must be posted within 0.4 of it, however busy the machine is."""
+NO_RETURN_IS_WORTH_IT = 1e9
+"""Returns an hour that are asked for: conversations are kept for the floor."""
 CHURN_TOKENS = 2500
 CHURN_PROMPTS = 5
 
@@ -36,7 +38,9 @@ def pair_plan() -> PairPlan:
         kvlease_config={"read_part_s": READ_PART_S, "reading_cap": 0.9},
         arguments=dict.fromkeys(EngineRole, ("--num-gpu-blocks-override", "300")),
         environment={"UCX_TLS": "tcp"},
-        router=RouterConfig(reservation_s=15.0, heartbeat_interval_s=2.0, gap_cap_s=30.0),
+        router=RouterConfig(
+            reservation_s=15.0, heartbeat_interval_s=2.0, gap_returns_per_hour=NO_RETURN_IS_WORTH_IT
+        ),
     )
 
 
@@ -71,7 +75,11 @@ async def is_right(pair: Pair, messages: list[dict[str, Any]], turn: Outcome) ->
 
 async def test_an_expired_lease_is_a_miss_and_its_blocks_serve_others(pair: Pair) -> None:
     short = RouterConfig(
-        heartbeat_interval_s=0.5, lease_duration_s=2.0, provisional_s=2.0, gap_floor_s=0.5, gap_cap_s=0.5
+        heartbeat_interval_s=0.5,
+        lease_duration_s=2.0,
+        provisional_s=2.0,
+        gap_floor_s=0.5,
+        gap_returns_per_hour=NO_RETURN_IS_WORTH_IT,
     )
     async with pair.another_router(short):
         messages = history("expired")

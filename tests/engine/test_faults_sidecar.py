@@ -19,13 +19,16 @@ PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
 
 @pytest.fixture(scope="module")
 def pair_plan() -> PairPlan:
-    """Sidecars behind fronts; leases that outlive a restart, and soon expire when nobody renews them."""
+    """Sidecars behind fronts; leases that outlive a restart, and soon expire when nobody renews them.
+
+    No return is worth keeping a conversation beyond the floor.
+    """
     return PairPlan(
         router=RouterConfig(
             heartbeat_interval_s=2.0,
             lease_duration_s=20.0,
             gap_floor_s=20.0,
-            gap_cap_s=20.0,
+            gap_returns_per_hour=1e9,
             reservation_s=60.0,
         ),
         stack=FrontedStack,

@@ -345,14 +345,17 @@ class RenewalTable:
         return self._told_leases.pop(lease_id, None)
 
     def _end_gaps(self, now_s: float) -> None:
-        """Looks at leases whose gap has ended, and a whole gap later forgets them: nobody may use them again."""
+        """Looks at leases whose gap has ended, and forgets them when nobody may use them again.
+
+        That is after a lease's duration, and not before a whole gap more: until then it is known why they ended.
+        """
         while self._gap_ends and self._gap_ends[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._gap_ends)
             lease = self._leases.get(lease_id)
             if lease is None or lease.open_turns or now_s < lease.live_until_s:
                 continue
             self._touched.add(lease_id)
-            forgotten_s = lease.live_until_s + self.policy.gap_cap_s
+            forgotten_s = lease.live_until_s + max(self.policy.gap_cap_s, self.policy.duration_s)
             if now_s >= forgotten_s:
                 del self._leases[lease_id]
             else:
