@@ -63,13 +63,24 @@ async def fleet(engines_lock: None, tmp_path_factory: pytest.TempPathFactory) ->
         yield fleet
 
 
-async def both_engines_are_ready(session: aiohttp.ClientSession, router_url: str) -> None:
-    known = 0
+async def both_engines_are_ready(session: aiohttp.ClientSession, fleet: SecureEngines) -> None:
+    """The router knows both, and both answer: an engine registers before it listens."""
+    ready = 0
     async with asyncio.timeout(READY_S):
-        while known < 2:
-            async with session.get(f"{router_url}/health") as response:
-                known = sum((await response.json())["engines"].values())
+        while ready < 2:
             await asyncio.sleep(0.2)
+            async with session.get(f"{fleet.router_url}/health") as response:
+                known = sum((await response.json())["engines"].values())
+            engines = await fleet.store.list_engines() if known == 2 else ()
+            ready = sum([await answers(session, engine.url) for engine in engines])
+
+
+async def answers(session: aiohttp.ClientSession, engine_url: str) -> bool:
+    try:
+        async with session.get(f"{engine_url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
 
 
 async def test_turns_are_served_and_read_back_with_certificates_on_every_hop(fleet: SecureEngines) -> None:
@@ -77,7 +88,7 @@ async def test_turns_are_served_and_read_back_with_certificates_on_every_hop(fle
     timeout = aiohttp.ClientTimeout(total=300)
     connector = aiohttp.TCPConnector(ssl=context)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        await both_engines_are_ready(session, fleet.router_url)
+        await both_engines_are_ready(session, fleet)
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
         routes = []
         for question in (THIRD, ""):
@@ -86,7 +97,7 @@ async def test_turns_are_served_and_read_back_with_certificates_on_every_hop(fle
             routes.append(headers["X-Kvlease-Route"].partition(";")[0])
             assert len(reply.token_ids) == body["max_tokens"]
             messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": question}]
-        assert routes == ["recompute", "readback"]
+        assert routes == ["recompute", "readback"], headers["X-Kvlease-Route"]
         engines = await fleet.store.list_engines()
         assert all(engine.url.startswith("https://") for engine in engines)
     async with aiohttp.ClientSession(timeout=timeout) as stranger:
