@@ -1,6 +1,7 @@
 """Fleets that change under load: engines that hang, join and leave, serve other models, or only some adapters."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -60,9 +61,11 @@ async def test_turns_that_a_hung_engine_keeps_waiting_are_served_by_another(
         # Back by a probe.
         hanging.wake()
         served = asked
+        numbers = itertools.count()
 
         async def served_again() -> bool:
-            answers = [stack.chat(FIRST, conversation_id=f"e{i}") for i in range(4)]
+            # Of new conversations: one that was served elsewhere stays there.
+            answers = [stack.chat(FIRST, conversation_id=f"e{next(numbers)}") for _ in range(4)]
             assert {answer.status for answer in await asyncio.gather(*answers)} == {200}
             turns = [one for one in hanging.engine.received[served:] if one.orders is not None]
             return bool(turns)
