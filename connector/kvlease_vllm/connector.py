@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
+from kvlease_vllm.block_layout import prefer_layers_together
 from kvlease_vllm.metadata import KvleaseMetadata
 from kvlease_vllm.scheduler import SchedulerHalf
 from kvlease_vllm.seams import (
@@ -63,6 +64,7 @@ class KvleaseConnector(NixlConnector):
         # A READ that fails ends in recompute, never in an error to the client.
         transfer.kv_load_failure_policy = "recompute"
         settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
+        prefer_layers_together(transfer.kv_connector_extra_config, kv_cache_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         self._warming: Warming | None = None
@@ -157,8 +159,16 @@ class KvleaseConnector(NixlConnector):
     # --- worker -------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Registers the memory; from here on the worker can shake hands."""
+        """Registers the memory, a tensor per layer; from here on the worker can shake hands."""
         super().register_kv_caches(kv_caches)
+        self._begin_warming()
+
+    def register_cross_layers_kv_cache(self, kv_cache: "torch.Tensor", attn_backend: type) -> None:
+        """Registers the memory, one tensor for all layers (vLLM 0.26)."""
+        super().register_cross_layers_kv_cache(kv_cache, attn_backend)
+        self._begin_warming()
+
+    def _begin_warming(self) -> None:
         if self._warming is not None and has_background_handshake(self.connector_worker):
             self._warming.start()
 

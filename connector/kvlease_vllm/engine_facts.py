@@ -10,6 +10,7 @@ from kvlease.core import details
 from kvlease.core.attachment import EngineFacts
 from kvlease.core.ids import Holder
 from kvlease.core.records import KvLayout, KvLocation
+from kvlease_vllm.block_layout import layout_factors
 from kvlease_vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def describe_layout(
         "groups": [type(group.kv_cache_spec).__name__ for group in groups],
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        **layout_factors(vllm_config.kv_transfer_config.kv_connector_extra_config, kv_cache_config),
     }
     digest = blake2b(json.dumps(factors, sort_keys=True).encode(), digest_size=16).hexdigest()
     return KvLayout(

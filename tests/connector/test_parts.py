@@ -8,6 +8,7 @@ from tests.connector.fake_pool import FakePool
 
 from kvlease.core.digests import ChainRoot
 from kvlease.core.errors import InvalidArgument
+from kvlease_vllm.block_layout import layout_factors, prefer_layers_together
 from kvlease_vllm.chain import can_verify, request_chain, request_root
 from kvlease_vllm.notifications import drop_own_notifications
 from kvlease_vllm.quarantine import Quarantine
@@ -53,6 +54,30 @@ def test_wrong_settings_are_refused_by_name(body: dict[str, Any], names: str) ->
 
 def test_settings_need_the_directory_of_the_socket_alone() -> None:
     assert ConnectorSettings.from_extra_config({"kvlease": {"socket_dir": "x"}}).read_part_s == 10.0
+
+
+def cache_of(groups: int) -> Any:
+    return SimpleNamespace(kv_cache_groups=[object()] * groups)
+
+
+def test_layers_lie_together_unless_an_operator_or_the_model_says_otherwise() -> None:
+    default: dict[str, Any] = {}
+    refused: dict[str, Any] = {"enable_cross_layers_blocks": "False"}
+    for extra in (default, refused):
+        prefer_layers_together(extra, cache_of(1))
+    assert default == {"enable_cross_layers_blocks": "True"}
+    assert refused == {"enable_cross_layers_blocks": "False"}
+    hybrid: dict[str, Any] = {}
+    prefer_layers_together(hybrid, cache_of(2))
+    assert hybrid == {}
+
+
+def test_engines_whose_blocks_lie_differently_do_not_agree() -> None:
+    together, apart = ({"enable_cross_layers_blocks": value} for value in ("True", "False"))
+    assert layout_factors(together, cache_of(1)) != layout_factors(apart, cache_of(1))
+    assert layout_factors(apart, cache_of(1)) == layout_factors({}, cache_of(1))
+    packed = SimpleNamespace(kv_cache_groups=[object()], kv_cache_layout="BHLNC")
+    assert layout_factors({}, packed) != layout_factors({}, cache_of(1))
 
 
 def test_quarantine_lets_blocks_go_when_every_rank_has_ended() -> None:
