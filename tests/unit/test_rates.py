@@ -34,6 +34,25 @@ def test_samples_of_one_size_make_everything_count_per_unit() -> None:
     assert (line.fixed_s, line.unit_s) == (0.0, pytest.approx(0.005, rel=0.01))
 
 
+def test_a_cold_start_among_the_first_samples_moves_a_line_little() -> None:
+    sizes = (512, 4000, 128, 256, 1024, 256)
+    cold = estimate((512, 4.0), *[(units, 0.05 + 1e-4 * units) for units in sizes])
+    assert cold.line.seconds(256) == pytest.approx(0.0756, rel=0.1)
+    assert cold.line.seconds(8000) == pytest.approx(0.85, rel=0.2)
+    for units in sizes * 2:
+        cold.add(units, 0.05 + 1e-4 * units)
+    assert cold.line.seconds(256) == pytest.approx(0.0756, rel=0.25)
+
+
+def test_work_that_grows_faster_than_its_units_hides_nothing_of_what_is_fixed() -> None:
+    samples = [
+        (units, 0.03 + 3e-5 * units + 2e-10 * units * units) for units in (128, 256, 1024, 8192, 24576)
+    ]
+    for made in (estimate(*samples), estimate(*samples * 6)):
+        for units, seconds in samples:
+            assert made.line.seconds(units) == pytest.approx(seconds, rel=0.25)
+
+
 def test_old_samples_fade() -> None:
     made = estimate(*[(1000, 1.0)] * 50, *[(1000, 2.0)] * 400)
     assert made.line.seconds(1000) == pytest.approx(2.0, rel=0.01)
@@ -66,7 +85,7 @@ def test_an_engine_with_too_few_samples_counts_as_its_group() -> None:
     assert old is not None
     assert old.seconds(1000) == pytest.approx(1.0)
     assert new is not None
-    assert new.seconds(1000) == pytest.approx(2.0, rel=0.05)
+    assert new.seconds(1000) == pytest.approx(1.0)
     assert new.samples == 4
 
 

@@ -7,9 +7,14 @@ block as the model has layers: with a fixed layout tokens stand for blocks, desc
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
 
 MEMORY_SAMPLES = 64.0
 """A sample's weight falls to 1/e after so many others."""
+
+EARLY_SAMPLES = 8
+"""So many samples are kept as they are and fitted by medians: one of the first is often a cold start."""
 
 SPREAD_MIN = 0.1
 """Units that vary by less than this share of their mean say nothing of what is fixed and what is per unit."""
@@ -40,10 +45,16 @@ class Line:
 
 
 class LineEstimate:
-    """A line through samples of which old ones fade."""
+    """A line through samples of which old ones fade.
+
+    What counts are relative errors: paths are compared by sums of short and of long times, and what takes longest,
+    whose times grow faster than its units, would else decide the line alone. With x for 1/units and y for seconds a
+    unit, seconds = fixed + unit * units is y = unit + fixed * x, so that all errors of y count alike.
+    """
 
     def __init__(self) -> None:
         self._samples = 0
+        self._early: list[tuple[float, float]] = []
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._line: Line | None = None
 
@@ -51,35 +62,61 @@ class LineEstimate:
         """Takes a measurement."""
         if units <= 0 or seconds < 0:
             return
-        if self._samples >= MEMORY_SAMPLES / 8:
-            seconds = min(seconds, SURPRISE_MAX * self.line.seconds(units))
-        kept = 1.0 - 1.0 / MEMORY_SAMPLES
         self._samples += 1
-        self._weight = self._weight * kept + 1.0
-        self._x = self._x * kept + units
-        self._y = self._y * kept + seconds
-        self._xx = self._xx * kept + units * units
-        self._xy = self._xy * kept + units * seconds
+        if self._samples <= EARLY_SAMPLES:
+            self._early.append((1.0 / units, seconds / units))
+        else:
+            if self._samples == EARLY_SAMPLES + 1:
+                self._summarise_early()
+            self._sum(units, min(seconds, SURPRISE_MAX * self.line.seconds(units)))
         self._line = None
 
     @property
     def line(self) -> Line:
-        """The line with the least squared error among those that neither fall nor begin below zero."""
+        """The line with the least relative errors among those that neither fall nor begin below zero."""
         if self._line is None:
-            self._line = self._fitted()
+            fixed_s, unit_s = _median_line(self._early) if self._early else self._least_squares()
+            self._line = Line(fixed_s, unit_s, self._samples)
         return self._line
 
-    def _fitted(self) -> Line:
-        if not self._samples:
-            return Line(0.0, 0.0, 0)
+    def _summarise_early(self) -> None:
+        expected = self.line
+        early, self._early = self._early, []
+        for x, y in early:
+            self._sum(1.0 / x, min(y / x, SURPRISE_MAX * expected.seconds(1.0 / x)))
+
+    def _sum(self, units: float, seconds: float) -> None:
+        x, y, kept = 1.0 / units, seconds / units, 1.0 - 1.0 / MEMORY_SAMPLES
+        self._weight = self._weight * kept + 1.0
+        self._x = self._x * kept + x
+        self._y = self._y * kept + y
+        self._xx = self._xx * kept + x * x
+        self._xy = self._xy * kept + x * y
+
+    def _least_squares(self) -> tuple[float, float]:
+        """Seconds that are fixed, and seconds per unit."""
+        if not self._weight:
+            return 0.0, 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
-        ratio = mean_y / mean_x
         if variance < (SPREAD_MIN * mean_x) ** 2:
-            return Line(0.0, ratio, self._samples)
+            return 0.0, mean_y
         slope = (self._xy / self._weight - mean_x * mean_y) / variance
-        unit_s = min(max(slope, 0.0), ratio)
-        return Line(max(0.0, mean_y - unit_s * mean_x), unit_s, self._samples)
+        fixed_s = min(max(slope, 0.0), mean_y / mean_x)
+        return fixed_s, max(0.0, mean_y - fixed_s * mean_x)
+
+
+def _median_line(samples: list[tuple[float, float]]) -> tuple[float, float]:
+    """Fixed seconds and seconds per unit by medians of what each two samples say (the estimator of Theil and Sen)."""
+    mean_x = sum(x for x, _ in samples) / len(samples)
+    slopes = [
+        (second_y - first_y) / (second_x - first_x)
+        for (first_x, first_y), (second_x, second_y) in combinations(samples, 2)
+        if abs(second_x - first_x) >= SPREAD_MIN * mean_x
+    ]
+    most_s = median(y / x for x, y in samples)
+    fixed_s = min(max(median(slopes), 0.0), most_s) if slopes else 0.0
+    return fixed_s, max(0.0, median(y - fixed_s * x for x, y in samples))
 
 
 class ServiceMeter:
