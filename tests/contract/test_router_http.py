@@ -59,6 +59,15 @@ async def test_an_id_that_fits_no_header_is_served_and_not_echoed(
     assert "X-Evil" not in answer.headers
 
 
+@pytest.mark.parametrize("value", ["x" * 7000, "\udcff"], ids=["too long", "no text"])
+async def test_a_session_header_that_is_no_id_costs_no_turn(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, value: str
+) -> None:
+    answer = await stack.chat(FIRST, headers={"X-Session-Id": value})
+    assert answer.status == 200
+    assert answer.headers["X-Conversation-Id"] != value
+
+
 async def test_a_header_names_the_conversation(stack: Stack, prefill: StubEngine, decode: StubEngine) -> None:
     headers = {"x-conversation-id": "h"}
     await stack.chat(FIRST, headers=headers)

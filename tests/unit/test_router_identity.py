@@ -28,6 +28,10 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.88; cch=0a1b2;"
         ({"Session-Id": "s", "Thread-Id": "t"}, "t"),
         ({"X-Conversation-Id": "", "Session-Id": "s"}, "s"),
         ({"X-Conversation-Id": "c", "Session-Id": "s", "X-Claude-Code-Agent-Id": "a1"}, "c"),
+        ({"X-Session-Id": "x" * 513}, ""),
+        ({"X-Session-Id": "x" * 513, "Session-Id": "s"}, "s"),
+        ({"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a" * 511}, ""),
+        ({"X-Session-Id": "\udcff\udcfe"}, ""),
     ],
 )
 def test_the_headers_that_agents_send_name_the_conversation(headers: dict[str, str], expected: str) -> None:

@@ -2,7 +2,8 @@
 
 It comes in the body (`conversation_id`), in a header, or in `metadata`, in this order. An id says only where to look
 first: the chain over the messages decides what a request goes on with, so a wrong or shared id costs no more than a
-miss. `prompt_cache_key` is no such id: clients share one among all that have a prefix in common.
+miss. What is no id in the body's own field is an error; headers and `metadata` have other uses, too: what is no id
+there names nothing. `prompt_cache_key` is no such id: clients share one among all that have a prefix in common.
 
 What agents send:
 
@@ -42,12 +43,14 @@ AGENT_HEADERS = {"x-claude-code-session-id": "X-Claude-Code-Agent-Id"}
 
 
 def header_id(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The id in the first of the named headers that is there; empty without one."""
+    """The id in the first of the named headers that holds one; empty without one."""
     for name in names:
         value = headers.get(name)
         if value:
             agent = headers.get(AGENT_HEADERS.get(name.lower(), ""), "")
-            return f"{value}/{agent}" if agent else value
+            usable = _usable(f"{value}/{agent}" if agent else value)
+            if usable:
+                return usable
     return ""
 
 
@@ -55,13 +58,9 @@ def conversation_id_of(body: Mapping[str, Any], from_header: str = "") -> str:
     """The id that a request gives its conversation; empty without one.
 
     Raises:
-        InvalidArgument: the body's or the header's is none; says so to the client.
+        InvalidArgument: the body's own is none; says so to the client.
     """
-    return (
-        _checked(body.get(CONVERSATION_FIELD))
-        or _checked(from_header)
-        or _from_metadata(body.get("metadata"))
-    )
+    return _checked(body.get(CONVERSATION_FIELD)) or from_header or _from_metadata(body.get("metadata"))
 
 
 def _checked(value: object) -> str:
@@ -76,7 +75,7 @@ def _checked(value: object) -> str:
 
 
 def _from_metadata(value: object) -> str:
-    """An id in `metadata`, which has other uses too: what is no id there is no error."""
+    """An id in `metadata`."""
     metadata = mapping(value)
     for name in METADATA_FIELDS:
         if usable := _usable(metadata.get(name)):
