@@ -151,6 +151,29 @@ async def test_a_form_is_passed_unless_it_names_what_is_the_routers(stack: Stack
     assert len(received(stack)) == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["name*=utf-8''vllm%5Fxargs", 'name*0="vllm_"; name*1="xargs"', "NAME *=us-ascii'en'vllm%5Fxargs"]
+)
+async def test_a_form_whose_names_have_to_be_decoded_is_not_passed(
+    stack: Stack, decode: StubEngine, name: str
+) -> None:
+    form = f"--b\r\nContent-Disposition: form-data; {name}\r\n\r\n{{}}\r\n--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    answer = await stack.send("POST", "/v1/audio/transcriptions", data=form.encode(), headers=headers)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_request")
+    assert received(stack) == []
+
+
+async def test_a_form_goes_to_an_engine_that_serves_its_model(stack: Stack, decode: StubEngine) -> None:
+    other = await stack.add(StubEngine("speech", EngineRole.DECODE, model="whisper"))
+    for model in ("whisper", MODEL, "whisper", MODEL):
+        form = FormData(default_to_multipart=True)
+        form.add_field("file", b"\x00\xff", filename="a.wav")
+        form.add_field("model", model)
+        assert (await stack.send("POST", "/v1/audio/transcriptions", data=form)).status == 200
+    assert (len(other.received), len(received(stack))) == (2, 4)
+
+
 # --- models --------------------------------------------------------------------------------------------------------
 
 

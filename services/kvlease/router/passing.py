@@ -52,6 +52,14 @@ BLOCKED_PATHS = (
 PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~:@.-]+)+")
 """A path that every server behind reads as it is read here: nothing in it is left to decode or to collapse."""
 
+EXTENDED_NAME = re.compile(rb"[;\s]name\s*\*", re.IGNORECASE)
+"""A field's name in the extended notation of RFC 2231, which may be split and escaped."""
+
+FORM_MODEL = re.compile(
+    rb'[;\s]name="?model"?\s*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n', re.IGNORECASE
+)
+"""The field of a form that names the model, in a group."""
+
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 TRIES = 2
 
@@ -157,10 +165,9 @@ async def passed_request(
     if not raw:
         return PassedRequest(request.method, path + query, headers, None, "")
     if request.content_type.startswith("multipart/"):
-        if any(name.encode() in raw for name in RESERVED_FIELDS):
-            raise InvalidArgument("the form has a field that is the router's")
+        model = _model_of_form(raw)
         headers = {**headers, "Content-Type": request.headers["Content-Type"]}
-        return PassedRequest(request.method, path + query, headers, raw, "")
+        return PassedRequest(request.method, path + query, headers, raw, model)
     body = parse_object(raw)
     make_neutral(body, tenant, isolate=isolate)
     try:
@@ -168,6 +175,20 @@ async def passed_request(
     except UnicodeEncodeError as error:
         raise InvalidArgument("the body holds text that is no valid Unicode") from error
     return PassedRequest(request.method, path + query, headers, data, text_of(body.get("model")))
+
+
+def _model_of_form(raw: bytes) -> str:
+    """The model that a form names, empty without one.
+
+    Raises:
+        InvalidArgument: a field is the router's, or may be: a name that has to be decoded is no plain one.
+    """
+    if any(name.encode() in raw for name in RESERVED_FIELDS):
+        raise InvalidArgument("the form has a field that is the router's")
+    if EXTENDED_NAME.search(raw):
+        raise InvalidArgument("the form has a field with an encoded name")
+    named = FORM_MODEL.search(raw)
+    return named.group(1).decode(errors="replace") if named else ""
 
 
 def _load(engine: EngineSignal) -> tuple[bool, bool, bool, int]:
