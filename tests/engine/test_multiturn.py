@@ -55,6 +55,8 @@ def test_every_mode_takes_its_path_and_a_second_run_goes_on_from_the_record(tmp_
     document = json.loads(record.read_text())
     paths = {turn["mode"]: turn["path"] for turn in document["turns"]}
     assert paths == {"off": "recompute", "on": "readback", "append": "append", "stock": "readback"}
+    assert all((turn["prefill_ms"] > 0) == (turn["mode"] != "append") for turn in document["turns"])
+    assert [turn["read_ms"] > 0 for turn in document["turns"] if turn["mode"] == "on"] == [True]
     moved = {turn["mode"]: turn["bytes"] for turn in document["turns"]}
     assert moved["on"] > moved["off"] >= 0 == moved["append"]
     assert moved["stock"] > 0

@@ -93,6 +93,12 @@ def test_the_stock_connector_takes_its_role_from_the_engine(tmp_path: Path, role
     assert spec_of(tmp_path, "", role=EngineRole(role)).kv_transfer_config()["kv_role"] == kv_role
 
 
+def test_the_stock_connector_can_be_tuned(tmp_path: Path) -> None:
+    tuned = {"enable_cross_layers_blocks": "True"}
+    extra = spec_of(tmp_path, "", stock_config=tuned).kv_transfer_config()["kv_connector_extra_config"]
+    assert extra.items() >= {**tuned, "bidirectional_kv_xfer": True}.items()
+
+
 def test_what_a_test_asks_for_overrides_the_defaults(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "", extra_arguments=("--block-size", "64"), environment={"UCX_TLS": "tcp"})
     assert spec.command()[-2:] == ["--block-size", "64"]

@@ -98,6 +98,8 @@ class EngineSpec:
     served_model_name: str = "tiny-qwen3"
     kvlease_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """More entries of `kv_connector_extra_config.kvlease`."""
+    stock_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More entries of the stock connector's `kv_connector_extra_config`."""
     connector_module: str = "kvlease_vllm.connector"
     """Module that holds `KvleaseConnector`; tests name a module with faults planted."""
     connector_path: Path | None = None
@@ -139,6 +141,7 @@ class EngineSpec:
                 "backends": ["UCX"],
                 "bidirectional_kv_xfer": True,
                 "kv_recompute_threshold": 64,
+                **self.stock_config,
             },
         }
 

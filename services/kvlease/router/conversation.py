@@ -41,6 +41,8 @@ class TurnRecord:
         local_tokens: those among them that the prefill engine's own cache held.
         verified_tokens: tokens of the lease that belong to the prompt, as the reader verified.
         outcome: what the reader says of its READ; empty without one.
+        prefill_s: how long the router waited for the prefill leg that it used, 0 without one.
+        read_s: of those, what the prefill engine's READ took.
         ended: `well`, `badly` or `aborted`; empty while the turn runs.
         nonce: the prompt began with what changes in every request.
         prefill_retries: tries of the prefill leg after the first one; `decode_retries` likewise.
@@ -58,6 +60,8 @@ class TurnRecord:
     verified_tokens: int = 0
     outcome: str = ""
     ttft_s: float | None = None
+    prefill_s: float = 0.0
+    read_s: float = 0.0
     prefill_engine_id: str = ""
     decode_engine_id: str = ""
     ended: str = ""

@@ -134,6 +134,8 @@ def _turn_json(record: TurnRecord) -> dict[str, Any]:
         "verified_tokens": record.verified_tokens,
         "outcome": record.outcome,
         "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1e3, 3),
+        "prefill_ms": round(record.prefill_s * 1e3, 3),
+        "prefill_read_ms": round(record.read_s * 1e3, 3),
         "prefill_engine_id": record.prefill_engine_id or None,
         "decode_engine_id": record.decode_engine_id or None,
     }

@@ -89,6 +89,7 @@ class PrefillLeg:
             answered = await self._call(turn, engine, pin, body)
         if answered.status >= 400:
             return answered
+        turn.record.prefill_s = services.clock.now_s() - begun_s
         handover = self._take_over(turn, transfer, answered.body)
         self._measure(turn, engine, pin, begun_s)
         return handover

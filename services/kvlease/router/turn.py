@@ -145,6 +145,7 @@ class Turn:
         self.report = report
         self.record.prompt_tokens = report.prompt_tokens
         self.record.read_tokens = report.read_tokens
+        self.record.read_s = report.read_s
         self.record.local_tokens = report.local_tokens
         self.record.verified_tokens = report.verified_tokens
         self.record.outcome = report.outcome

@@ -30,12 +30,15 @@ class Reply:
     Attributes:
         token_ids: that were generated.
         ttft_s: from sending it to its first token.
+        prefill_s: of those, the prefill leg.
+        read_s: of those, the prefill engine's READ, where it is told.
         arrivals_s: when each event with a token came, on this process's clock.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
     ttft_s: float = 0.0
     prefill_s: float = 0.0
+    read_s: float = 0.0
     path: str = ""
     reason: str = ""
     reused_tokens: int = 0
@@ -80,6 +83,7 @@ class RoutedFleet:
         record = turns[-1]
         reply.path, reply.reason = record["path"], record["reason"]
         reply.reused_tokens = record["reused_tokens"]
+        reply.prefill_s, reply.read_s = record["prefill_ms"] / 1e3, record["prefill_read_ms"] / 1e3
         return reply
 
 

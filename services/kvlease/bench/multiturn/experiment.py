@@ -25,14 +25,14 @@ class Experiment:
 
     async def warm(self, running: Running) -> None:
         """Turns of every mode that nobody measures: handshakes, kernels for every length, rates for AUTO."""
-        shortest, longest = self._sweep.lengths[0], self._sweep.lengths[-1]
+        lengths = self._sweep.lengths
         for mode in running.fleets:
-            for length in dict.fromkeys((WARM_LENGTH, shortest, longest)):
+            for length in dict.fromkeys((WARM_LENGTH, lengths[0], lengths[-1])):
                 await self.run(running, Cell(mode, length, self._sweep.suffix_min, 1, -1))
         if Mode.AUTO in running.fleets:
             for number in range(2 * AUTO_SAMPLES):
-                # While thresholds decide, these suffixes are appended and read back in turn, at several lengths.
-                suffix, length = AUTO_SUFFIXES[number % 2], shortest * (1 + number % 3) // 2
+                # While thresholds decide, these suffixes are appended and read back in turn, at every length.
+                length, suffix = lengths[number // 2 % len(lengths)], AUTO_SUFFIXES[number % 2]
                 await self.run(running, Cell(Mode.AUTO, length, suffix, 1, -1))
 
     async def run(self, running: Running, cell: Cell) -> list[TurnStats]:
@@ -68,6 +68,7 @@ class Experiment:
                 read.seconds * 1e3 * share,
                 read.bytes * share,
                 read.descriptors * share,
+                read_ms=reply.read_s * 1e3,
             )
             for name, prompt, reply in zip(names, prompts, replies, strict=True)
         ]

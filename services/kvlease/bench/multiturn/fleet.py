@@ -3,9 +3,9 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class EngineChoice:
         arguments: of `vllm serve`, for both engines, after those of `kvlease dev`.
         prefill_arguments: the same for the prefill engine alone.
         gpus: index of the GPU of the prefill and of the decode engine.
+        stock_config: more of the stock connectors' extra config.
     """
 
     device: Device
@@ -71,6 +72,7 @@ class EngineChoice:
     arguments: tuple[str, ...]
     prefill_arguments: tuple[str, ...]
     gpus: tuple[int, ...] = (0, 1)
+    stock_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def vocabulary(self) -> int:
@@ -93,6 +95,7 @@ class EngineChoice:
             device=self.device,
             gpu=self.gpus[seat.number],
             served_model_name=SERVED_MODEL,
+            stock_config=self.stock_config,
             extra_arguments=(*self.arguments, *own),
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import aiohttp
 
@@ -102,6 +102,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=shlex.split,
         default=["--no-enable-prefix-caching"],
         help="of the prefill engine's; the default makes all reuse come from the decode engine",
+    )
+    engines.add_argument(
+        "--stock-config",
+        type=_json_object,
+        default={},
+        help="of the stock connectors' kv_connector_extra_config, to tune them: "
+        """'{"enable_cross_layers_blocks": "True"}'""",
     )
     engines.add_argument(
         "--side-by-side",
@@ -207,19 +214,24 @@ async def _measure(
         ours, stock = sorted(cells, key=lambda cell: cell.repeat), []
     if ours:
         async with start(choice, modes, progress.say) as running:
-            await _run_cells(experiment, running, ours, record, progress)
+            await _warm(experiment, running, progress)
             if isinstance(experiment, Experiment) and isinstance(plan, Sweep) and arguments.streams:
                 await _run_streams(experiment, running, plan, record, arguments)
+            await _run_cells(experiment, running, ours, record, progress)
     if stock:
         async with stock_engines(choice, progress.say) as running:
+            await _warm(experiment, running, progress)
             await _run_cells(experiment, running, stock, record, progress)
+
+
+async def _warm(experiment: Measuring, running: Running, progress: Progress) -> None:
+    progress.say("warming up")
+    await experiment.warm(running)
 
 
 async def _run_cells(
     experiment: Measuring, running: Running, cells: Sequence[AnyCell], record: Record, progress: Progress
 ) -> None:
-    progress.say("warming up")
-    await experiment.warm(running)
     for cell in cells:
         turns = await experiment.run(running, cell)
         if cell.mode is Mode.STOCK and not all(turn.bytes for turn in turns):
@@ -273,7 +285,18 @@ def _choice(arguments: Namespace) -> EngineChoice:
         (*shape_arguments, *own),
         tuple(arguments.prefill_arguments),
         arguments.gpus,
+        arguments.stock_config,
     )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value: object = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"{text!r} is no JSON object")
+    return cast("dict[str, Any]", value)
 
 
 def _split(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

@@ -123,7 +123,8 @@ class TurnStats:
         length: tokens of the prompt without what this turn adds and what the turn before generated.
         suffix: tokens that this turn adds.
         conversations: at once.
-        prefill_ms: the prefill leg; where a router serves, the part of it that its engine reported, else 0.
+        prefill_ms: the prefill leg, as whoever sent it waited for it; 0 without one.
+        read_ms: of it, the prefill engine's READ as its connector saw it; 0 for stock, which does not tell.
         transfer_ms, bytes, descriptors: of NIXL READs by both engines during the cell, shared among its turns.
         turn: from 1, within its conversation.
         source: file of the conversation that was replayed; empty in a sweep.
@@ -146,6 +147,7 @@ class TurnStats:
     descriptors: float = 0.0
     turn: int = 2
     source: str = ""
+    read_ms: float = 0.0
 
     def moved(self, transfer_ms: float, moved_bytes: float, descriptors: float) -> "TurnStats":
         """The same turn with its share of what was READ."""

@@ -153,6 +153,7 @@ class Replay:
                     reply.prefill_s * 1e3,
                     turn=number,
                     source=cell.source,
+                    read_ms=reply.read_s * 1e3,
                 )
                 measured.append(stats)
             prompt, generated = prompt + reply.token_ids, len(reply.token_ids)
