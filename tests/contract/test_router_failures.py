@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from kvlease.core.records import EngineRole
-from stubs.engines import Received, StubEngine, delta, event, send_chunks
+from stubs.engines import MODEL, Received, StubEngine, delta, event, send_chunks
 from stubs.router import FIRST, LONG, Stack, orders, said
 from stubs.waiting import eventually
 
@@ -209,6 +209,31 @@ async def test_a_client_that_leaves_during_the_prefill_leg_aborts_it(
     await eventually_turn_ended(stack, "aborted")
     assert len(decode.received) == 1
     assert stack.registry.unpinned == []
+
+
+async def test_a_client_that_ends_its_side_of_the_connection_has_left(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    """Nobody can tell a half-closed connection from one whose client is gone before something is written to it."""
+
+    async def hang(request: web.Request, received: Received) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    prefill.script = hang
+    raw = json.dumps({"model": MODEL, "messages": FIRST, "conversation_id": "c"}).encode()
+    host, _, port = stack.router.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+    )
+    await eventually(lambda: prefill.received)
+    writer.write_eof()
+    async with asyncio.timeout(30):
+        await prefill.aborted.wait()
+        assert await reader.read() == b""
+    writer.close()
+    await eventually_turn_ended(stack, "aborted")
 
 
 async def test_a_client_that_leaves_while_the_pin_is_asked_for_leaves_no_pin(

@@ -3,6 +3,9 @@
 import asyncio
 import io
 import json
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc.aio
@@ -222,16 +225,45 @@ async def test_a_grpc_client_at_the_http_address_is_one_line_in_the_log(
     assert "Traceback" not in caplog.text
 
 
-async def test_a_request_that_cannot_be_read_is_refused_in_one_line_of_the_log(
-    stack: Stack, caplog: pytest.LogCaptureFixture
-) -> None:
+UNREADABLE = {
+    "no header": b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+    "no method": b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "long header": b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-secret%s\r\n\r\n"
+    % (b"a" * 70_000),
+    "unknown encoding": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    b"Content-Encoding: gzip\r\nContent-Length: 7\r\n\r\nno gzip",
+}
+
+
+@asynccontextmanager
+async def sent_raw(stack: Stack, sent: bytes) -> AsyncGenerator[tuple[StreamReader, StreamWriter]]:
+    """A connection on which bytes went out that no client library would send."""
     host, _, port = stack.router.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
-    assert (await reader.readline()).startswith(b"HTTP/1.0 400")
+    writer.write(sent)
+    async with asyncio.timeout(30):
+        yield reader, writer
     writer.close()
-    (record,) = [record for record in caplog.records if record.name == "kvlease.http"]
-    assert (record.levelname, record.exc_info, vars(record)["remote"]) == ("WARNING", None, host)
+
+
+@pytest.mark.parametrize("sent", UNREADABLE.values(), ids=UNREADABLE)
+async def test_a_request_that_cannot_be_read_is_refused_in_json_and_its_keys_are_not_logged(
+    stack: Stack, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    async with sent_raw(stack, sent) as (reader, _):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.split(b" ")[1] == b"400"
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+    assert b"Content-Type: application/json" in head
+    told = [record for record in caplog.records if record.name == "kvlease.http"]
+    assert not [record for record in told if record.exc_info or "sk-secret" in record.getMessage()]
+
+
+async def test_a_body_that_says_it_is_too_long_is_not_waited_for(stack: Stack) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    async with sent_raw(stack, head % (1 << 40)) as (reader, _):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
 async def test_metrics_count_turns_by_path_and_reason(

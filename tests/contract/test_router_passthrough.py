@@ -330,7 +330,7 @@ async def test_of_two_fields_of_one_name_one_reaches_the_engines(stack: Stack, d
 async def test_a_client_that_closes_gets_its_whole_answer(
     stack: Stack, decode: StubEngine, version: bytes
 ) -> None:
-    """HTTP/1.0, and a half-closed connection: the client sends its last byte, then reads."""
+    """HTTP/1.0, and a connection for one request only."""
     raw = json.dumps({"model": MODEL, "messages": FIRST, "stream": True}).encode()
     host, _, port = stack.router.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -40,6 +40,8 @@ async def read_body(request: web.Request) -> bytes:
     """
     parts: list[bytes] = []
     size, size_max = 0, request.client_max_size
+    if (request.content_length or 0) > size_max:  # it says so itself: nobody waits for it to come
+        raise web.HTTPRequestEntityTooLarge(max_size=size_max, actual_size=request.content_length or 0)
     async for part in request.content.iter_any():
         size += len(part)
         if size > size_max:

@@ -13,6 +13,7 @@ from kvlease.core.errors import InvalidArgument
 from kvlease.router.assembly import lasting_tasks, make_services
 from kvlease.router.config import RouterConfig
 from kvlease.router.engine_client import HttpEngines
+from kvlease.router.front_server import FrontRunner
 from kvlease.router.http import Front, FrontOptions
 from kvlease.router.measured import MeasuredRegistry, count_answers
 from kvlease.router.ports import RandomPort, RegistryPort
@@ -168,7 +169,7 @@ class RouterServer:
         )
         app = Front(services, TurnRunner(services), options).application()
         app.on_response_prepare.append(count_answers(self._metrics))
-        runner = web.AppRunner(
+        runner = FrontRunner(
             app,
             handler_cancellation=True,
             access_log=None,

@@ -2,7 +2,8 @@
 
 import logging
 
-from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+from aiohttp.web import RequestPayloadError
 
 
 class _OneLine(logging.Filter):
@@ -11,9 +12,9 @@ class _OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Rewrites such a record, and lets every one pass."""
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, BadHttpMessage):
+        if isinstance(error, BadHttpMessage | RequestPayloadError):
             record.__dict__["remote"] = next(iter(record.args or ()), "")
-            record.msg, record.args = "a request could not be read: %s", (_wrong_with(error),)
+            record.msg, record.args = "a request could not be read: %s", (what_is_wrong(error),)
             record.exc_info = None
             # It is the peer's fault, and none of the process; what aiohttp takes for noise stays at debug.
             record.levelno = min(record.levelno, logging.WARNING)
@@ -21,7 +22,12 @@ class _OneLine(logging.Filter):
         return True
 
 
-def _wrong_with(error: BadHttpMessage) -> str:
+def what_is_wrong(error: BadHttpMessage | RequestPayloadError) -> str:
+    """Why a request could not be read, without anything of what it holds."""
+    if isinstance(error, RequestPayloadError):
+        return "the body cannot be read as it is encoded"
+    if isinstance(error, LineTooLong):
+        return "a line of its head is too long"  # aiohttp quotes the line, which may hold a key
     if "PRI" in error.message:
         return (
             "it is HTTP/2, as gRPC clients speak, to an address that serves HTTP/1; gRPC has its own address"
