@@ -46,6 +46,8 @@ class PairPlan:
     router: RouterConfig = field(default_factory=RouterConfig)
     stack: type[Stack] = Stack
     otlp_endpoint: str = ""
+    model: Path | None = None
+    """Model directory; None: the tiny model."""
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class Pair:
         device = Device(os.environ.get("KVLEASE_TEST_DEVICE", Device.CPU.value))
         python = Path(sys.executable) if device is Device.CUDA else ensure_engine_environment()
         device_arguments = shlex.split(os.environ.get("KVLEASE_TEST_ENGINE_ARGUMENTS", ""))
-        model = ensure_tiny_model()
+        model = plan.model or ensure_tiny_model()
 
         def make(seat: EngineSeat) -> EngineProcess:
             return EngineProcess(

@@ -1,0 +1,59 @@
+"""A second turn on engines with latent attention (MLA), as the models of DeepSeek and GLM have it.
+
+Kernels for it compute in 16 bits, where long answers drift by themselves: what is compared is the first token.
+"""
+
+import os
+
+import pytest
+from tests.engine.mla_model import POSITIONS_MAX, write_mla_model
+from tests.engine.pair import Message, Pair, PairPlan, common_tokens
+
+from kvlease.core.records import EngineRole
+from kvlease.dev.check import EDITED, FIRST, SYSTEM, THIRD
+from kvlease.dev.completion import Completion
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("KVLEASE_TEST_DEVICE") != "cuda",
+        reason="needs GPUs: the CPU build's own prefill and decode differ by up to 0.4 in a logprob",
+    ),
+]
+
+BLOCK = 64
+LOGPROB_TOLERANCE = 0.1
+
+
+@pytest.fixture(scope="module")
+def pair_plan(tmp_path_factory: pytest.TempPathFactory) -> PairPlan:
+    model = write_mla_model(tmp_path_factory.mktemp("mla"))
+    own = ("--block-size", str(BLOCK), "--max-model-len", str(POSITIONS_MAX), "--dtype", "bfloat16")
+    return PairPlan(arguments={EngineRole.PREFILL: own, EngineRole.DECODE: own}, model=model)
+
+
+async def begins_like_a_cold_run(pair: Pair, history: list[Message], reply: Completion) -> bool:
+    cold = await pair.cold(history)
+    return (
+        reply.tokens[0] == cold.tokens[0] and abs(reply.logprobs[0] - cold.logprobs[0]) <= LOGPROB_TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("opening", [FIRST, EDITED])
+async def test_a_second_turn_reads_back_what_it_shares_and_begins_like_a_cold_run(
+    pair: Pair, opening: str
+) -> None:
+    name = "latent"
+    history: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
+    first = await pair.turn(history, name)
+    assert await begins_like_a_cold_run(pair, history, first.reply)
+    kept = await pair.tokens(history) + first.reply.token_ids
+    history += [{"role": "assistant", "content": first.reply.text}, {"role": "user", "content": THIRD}]
+    history[1]["content"] = opening
+    second = await pair.turn(history, name)
+    prompt = await pair.tokens(history)
+    shared = min(common_tokens(kept[:-1], prompt), len(prompt) - 1) // BLOCK * BLOCK
+    assert (second.path, second.record["outcome"]) == ("readback", "read")
+    assert second.reused_tokens == shared > 0
+    assert await begins_like_a_cold_run(pair, history, second.reply)
