@@ -1,10 +1,14 @@
 """What crosses the router between clients and engines, and what does not."""
 
+import json
+from typing import Any
+
 import pytest
 from aiohttp import web
 
-from stubs.engines import Received, StubEngine, delta, event, send_chunks
-from stubs.router import FIRST, Stack
+from kvlease.core.turn import TurnReport
+from stubs.engines import MODEL, Received, StubEngine, delta, event, send_chunks
+from stubs.router import FIRST, Stack, said
 
 
 async def test_the_clients_own_parameters_reach_no_engine(
@@ -88,6 +92,44 @@ async def test_usage_that_the_client_asked_for_is_passed(
 ) -> None:
     answer = await stack.chat(FIRST, stream=True, stream_options={"include_usage": True})
     assert answer.raw == decode.stream(decode.received[0])
+
+
+SAID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": FIRST, "stream_options": {"include_usage": True}},
+    "/v1/completions": {"prompt": "once upon a time", "stream_options": {"include_usage": True}},
+    "/v1/responses": {"input": FIRST},
+    "/v1/messages": {"messages": FIRST, "max_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", SAID)
+@pytest.mark.parametrize(("counted", "told"), [(200, 64), (10, 10)], ids=["handed over", "computed again"])
+async def test_what_was_only_handed_over_is_not_counted_as_cached(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, path: str, counted: int, told: int, *, stream: bool
+) -> None:
+    prefill.report = TurnReport(200, 16, 48, 48, "read", kept_tokens=200)
+    decode.cached_tokens = counted
+    body = {"model": MODEL, "stream": stream, **SAID[path]}
+    if not stream:
+        body.pop("stream_options", None)
+    answer = await stack.send("POST", path, json=body)
+    if path == "/v1/messages":
+        split = {"input_tokens": 200 - told, "output_tokens": 5, "cache_read_input_tokens": told}
+        assert json.dumps(split)[1:-1].replace(" ", "") in answer.raw.decode().replace(" ", "")
+    else:
+        assert f'"cached_tokens":{told}' in answer.raw.decode().replace(" ", "")
+        assert answer.raw.count(b'"cached_tokens"') == 1
+
+
+async def test_what_an_engine_had_cached_itself_is_counted_as_it_says(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    decode.cached_tokens = 192
+    answer = await stack.chat(said(FIRST, "hello", "and then?"), conversation_id="c")
+    assert answer.route == "append; short_suffix"
+    assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

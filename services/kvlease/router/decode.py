@@ -154,6 +154,7 @@ class DecodeLeg:
         engine_id = engine.holder.engine_id
         turn.record.lease_id = services.random.lease_id() if turn.plan.keep else 0
         turn.record.decode_engine_id = engine_id
+        turn.request.dialect.reused(turn.record.reused_tokens if handover is not None else None)
         body = decode_body(turn.request, self._params(turn, handover))
         headers = {**turn.head.engine_headers, **services.engines.headers(engine)}
         url = engine.url + (path or turn.request.api.value)

@@ -110,6 +110,13 @@ class Dialect(Protocol):
         """A reader of one engine's answer."""
         ...
 
+    def reused(self, tokens: int | None) -> None:
+        """From here on `clean` counts so many tokens of the prompt as cached at most; None: as the engine counts.
+
+        A decode engine counts all that it READ as cached, also what the prefill engine has just computed for it.
+        """
+        ...
+
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """A chunk, or a whole answer, as the client gets it.
 
@@ -163,6 +170,23 @@ def without_orders(fields: dict[str, Any]) -> dict[str, Any]:
     if OURS.isdisjoint(fields):
         return fields
     return {name: value for name, value in fields.items() if name not in OURS}
+
+
+def cached_at_most(usage: object, tokens: int | None) -> object:
+    """An answer's usage, of any API, that counts no more tokens of the prompt as cached; itself when it does not."""
+    counts = mapping(usage)
+    if tokens is None or not counts:
+        return usage
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        details = mapping(counts.get(name))
+        if count_of(details.get("cached_tokens")) > tokens:
+            return {**counts, name: {**details, "cached_tokens": tokens}}
+    excess = count_of(counts.get("cache_read_input_tokens")) - tokens
+    if excess <= 0:
+        return usage
+    # This API counts what was cached apart from the rest of the prompt.
+    input_tokens = count_of(counts.get("input_tokens")) + excess
+    return {**counts, "cache_read_input_tokens": tokens, "input_tokens": input_tokens}
 
 
 def objects(value: object) -> list[dict[str, Any]]:

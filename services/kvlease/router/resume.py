@@ -100,6 +100,10 @@ class RememberingDialect:
         """The request's."""
         return self._inner.reader()
 
+    def reused(self, tokens: int | None) -> None:
+        """As the request's."""
+        self._inner.reused(tokens)
+
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """As the request's; without the token ids, that only the router asked for."""
         self._memory.note(chunk)

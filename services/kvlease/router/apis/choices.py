@@ -9,6 +9,7 @@ from kvlease.router.dialect import (
     Api,
     ReplyReader,
     Usage,
+    cached_at_most,
     count_of,
     mapping,
     objects,
@@ -46,6 +47,7 @@ class ChoicesDialect:
         self.choices = choices if type(choices) is int and choices > 1 else 1
         self._stream = body.get("stream") is True
         self._wants_usage = mapping(body.get("stream_options")).get("include_usage") is True
+        self._reused: int | None = None
 
     def transcript(self, tenant: str, model: str) -> Transcript | None:
         """The chain over the messages, or over a single prompt."""
@@ -82,11 +84,18 @@ class ChoicesDialect:
         """A reader of one engine's answer."""
         return ChoicesReader(self.choices)
 
+    def reused(self, tokens: int | None) -> None:
+        """From here on `clean` counts so many tokens of the prompt as cached at most."""
+        self._reused = tokens
+
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """Without the router's parameters, and without usage in a stream that nobody asked for."""
         kept = without_orders(chunk)
-        if not (streamed and self._stream and not self._wants_usage and "usage" in kept):
+        if "usage" not in kept:
             return kept
+        if not (streamed and self._stream and not self._wants_usage):
+            usage = cached_at_most(kept["usage"], self._reused)
+            return kept if usage is kept["usage"] else {**kept, "usage": usage}
         if kept["usage"] is not None and kept.get("choices") == []:
             return None
         return without(kept, ("usage",))

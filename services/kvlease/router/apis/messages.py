@@ -13,6 +13,7 @@ from kvlease.core.conversation import Reply, Transcript, message_transcript
 from kvlease.router.dialect import (
     ReplyReader,
     Usage,
+    cached_at_most,
     count_of,
     encode,
     encode_answer,
@@ -35,6 +36,7 @@ class MessagesDialect:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
+        self._reused: int | None = None
 
     def transcript(self, tenant: str, model: str) -> Transcript | None:
         """The chain over system prompt and messages, as the engine makes chat messages of them."""
@@ -65,12 +67,21 @@ class MessagesDialect:
         """A reader of one engine's answer."""
         return MessageReader()
 
+    def reused(self, tokens: int | None) -> None:
+        """From here on `clean` counts so many tokens of the prompt as cached at most."""
+        self._reused = tokens
+
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """Without the router's parameters."""
-        kept = without_orders(chunk)
+        kept = self._cleaned(chunk)
         message = mapping(kept.get("message"))
-        cleaned = without_orders(message)
+        cleaned = self._cleaned(message)
         return kept if cleaned is message else {**kept, "message": cleaned}
+
+    def _cleaned(self, part: dict[str, Any]) -> dict[str, Any]:
+        kept = without_orders(part)
+        usage = cached_at_most(kept.get("usage"), self._reused)
+        return kept if usage is kept.get("usage") else {**kept, "usage": usage}
 
     def remember(self, reader: ReplyReader) -> None:
         """Nothing: requests of this API carry their whole history."""

@@ -12,6 +12,7 @@ from kvlease.core.errors import InvalidArgument
 from kvlease.router.dialect import (
     ReplyReader,
     Usage,
+    cached_at_most,
     count_of,
     encode,
     mapping,
@@ -49,6 +50,7 @@ class ResponsesDialect:
                 raise InvalidArgument(f"{name} is not supported: it needs a store at the engine")
         self._previous_id = text_of(body.get("previous_response_id"))
         self._tenant = tenant
+        self._reused: int | None = None
         self._store = store if body.get("store") is not False else None
         self._items = _items(body.get("input"))
         self._body: dict[str, Any] = {**without(body, OURS), "store": False}
@@ -85,6 +87,10 @@ class ResponsesDialect:
         """A reader of one engine's answer."""
         return ResponseReader()
 
+    def reused(self, tokens: int | None) -> None:
+        """From here on `clean` and `remember` count so many tokens of the prompt as cached at most."""
+        self._reused = tokens
+
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """Without the router's parameters, and with the previous id that the client named."""
         if not streamed:
@@ -105,6 +111,9 @@ class ResponsesDialect:
 
     def _answered(self, response: dict[str, Any]) -> dict[str, Any]:
         kept = without_orders(response)
+        usage = cached_at_most(kept.get("usage"), self._reused)
+        if usage is not kept.get("usage"):
+            kept = {**kept, "usage": usage}
         return {**kept, "previous_response_id": self._previous_id} if self._previous_id else kept
 
 
