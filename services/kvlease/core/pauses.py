@@ -42,8 +42,13 @@ BUCKETS = 19
 EDGES_S = (0.0, *(FIRST_EDGE_S * 2 ** (edge / BUCKETS_PER_DOUBLING) for edge in range(BUCKETS)))
 """Where they begin and end. A conversation that is idle for longer than the last one has ended, as far as we know."""
 
+ENDS_S = EDGES_S[1:]
+WIDTHS_S = tuple(end_s - begin_s for begin_s, end_s in pairwise(EDGES_S))
+
 RANGE_EDGES_S = (16.0, 64.0, 256.0, 1024.0)
 """Between the ranges of idle time, and of gaps."""
+
+RANGES = len(RANGE_EDGES_S) + 1
 
 PRIOR_MEDIAN_S = 180.0
 PRIOR_SHAPE = 1.5
@@ -152,23 +157,35 @@ class _Classes:
 
     def of_turn(self, turn: TurnEnd) -> tuple[_Factor, ...]:
         """Factors of the turn itself, alike at any idle time."""
-        new = "later" if turn.turns else "first"
-        classes = (
-            ("prompt", _bits(turn.prompt_tokens)),
-            (new, _bits(turn.new_tokens)),
-            ("reply", _bits(turn.reply_tokens)),
+        return (
+            self._whole("prompt", turn.prompt_tokens),
+            self._whole("later" if turn.turns else "first", turn.new_tokens),
+            self._whole("reply", turn.reply_tokens),
         )
-        return tuple(self.whole.setdefault(named, _Factor(CLASS_WEIGHT, 1)) for named in classes)
 
-    def of_owner(self, turn: TurnEnd) -> tuple[_Factor, ...]:
+    def of_owner(self, turn: TurnEnd) -> tuple[_Factor, _Factor]:
         """Factors of who goes on, by range of idle time."""
-        pace = -1 if turn.last_gap_s is None else _range_of(turn.last_gap_s)
-        ranges = len(RANGE_EDGES_S) + 1
-        tenant = self.tenants.setdefault(turn.tenant, _Factor(TENANT_WEIGHT, ranges))
+        place = -1 if turn.last_gap_s is None else _range_of(turn.last_gap_s)
+        pace = self.paces.get(place)
+        if pace is None:
+            pace = self.paces[place] = _Factor(PACE_WEIGHT, RANGES)
+        tenant = self.tenants.get(turn.tenant)
+        if tenant is None:
+            tenant = self.tenants[turn.tenant] = _Factor(TENANT_WEIGHT, RANGES)
+            if len(self.tenants) > TENANTS_MAX:
+                self.tenants.popitem(last=False)
         self.tenants.move_to_end(turn.tenant)
-        if len(self.tenants) > TENANTS_MAX:
-            self.tenants.popitem(last=False)
-        return self.paces.setdefault(pace, _Factor(PACE_WEIGHT, ranges)), tenant
+        return pace, tenant
+
+    def _whole(self, kind: str, tokens: int) -> _Factor:
+        named = (
+            kind,
+            min(max(0, tokens).bit_length(), BITS_MAX),
+        )  # each class is twice as wide as the one before
+        factor = self.whole.get(named)
+        if factor is None:
+            factor = self.whole[named] = _Factor(CLASS_WEIGHT, 1)
+        return factor
 
 
 class PauseModel:
@@ -219,7 +236,7 @@ class PauseModel:
     def advance(self, now_s: float) -> None:
         """Learns of conversations that did not go on until now."""
         for bucket, within in enumerate(self._within):
-            end_s = EDGES_S[bucket + 1]
+            end_s = ENDS_S[bucket]
             while within and (not within[0].followed or now_s - within[0].since_s >= end_s):
                 idle = within.popleft()
                 if not idle.followed:
@@ -233,17 +250,14 @@ class PauseModel:
     def keep_s(self, turn: TurnEnd, policy: KeepPolicy) -> float:
         """Seconds for which a conversation is worth keeping after a turn."""
         whole = math.prod(factor.ratios[0] for factor in self._classes.of_turn(turn))
-        owner = self._classes.of_owner(turn)
-        ranged = [
-            whole * math.prod(factor.ratios[place] for factor in owner)
-            for place in range(len(RANGE_EDGES_S) + 1)
-        ]
+        pace, tenant = self._classes.of_owner(turn)
+        ranged = [whole * (ours * theirs) for ours, theirs in zip(pace.ratios, tenant.ratios, strict=True)]
         price = policy.returns_per_hour / SECONDS_PER_HOUR
         prior, ages = _prior(turn.turns), self._ages.ratios
-        away, gain, most, best_s = 1.0, 0.0, 0.0, policy.floor_s
-        for bucket, (begin_s, end_s) in enumerate(pairwise(EDGES_S)):
-            still = away * math.exp(-prior[bucket] * ages[bucket] * ranged[RANGE_OF_BUCKET[bucket]])
-            gain += (away - still) - price * (away + still) / 2 * (end_s - begin_s)
+        exp, away, gain, most, best_s = math.exp, 1.0, 0.0, 0.0, policy.floor_s
+        for bucket, end_s in enumerate(ENDS_S):
+            still = away * exp(-prior[bucket] * ages[bucket] * ranged[RANGE_OF_BUCKET[bucket]])
+            gain += (away - still) - price * (away + still) / 2 * WIDTHS_S[bucket]
             away = still
             if gain > most:
                 most, best_s = gain, end_s
@@ -264,11 +278,6 @@ class PauseModel:
             factor.count(0, seen, expected)
         for factor in idle.ranged:
             factor.count(place, seen, expected)
-
-
-def _bits(tokens: int) -> int:
-    """The class of a number of tokens: each twice as wide as the one before."""
-    return min(max(0, tokens).bit_length(), BITS_MAX)
 
 
 def _range_of(seconds: float) -> int:
