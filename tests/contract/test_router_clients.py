@@ -1,6 +1,7 @@
 """The official Python clients of OpenAI and Anthropic, unmodified, against a router."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -157,6 +158,7 @@ async def test_anthropic_messages_whole_and_streamed(
     anthropic_client: anthropic.AsyncAnthropic, stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:
     decode.cached_tokens = 64
+    prefill.report = replace(prefill.report, read_tokens=64)
     messages: Any = [{"role": "user", "content": TEXT}]
     first = await anthropic_client.messages.create(model=MODEL, max_tokens=50, messages=messages)
     block: Any = first.content[0]

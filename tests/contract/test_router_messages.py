@@ -1,6 +1,7 @@
 """Anthropic's Messages API through the router: both legs, its conversations, errors in its shape."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,7 @@ async def test_a_stream_arrives_byte_by_byte_as_it_was(
         return await send_chunks(request, [sent[i : i + 3] for i in range(0, len(sent), 3)])
 
     decode.script = answer
+    prefill.report = replace(prefill.report, local_tokens=COUNTS.cached_tokens)
     answered = await ask(stack, FIRST, {"X-Conversation-Id": "c"}, stream=True)
     assert answered.raw == sent
     (turn,) = await stack.turns("c")
