@@ -133,9 +133,8 @@ def test_a_read_whose_end_nobody_tells_of_counts_for_a_while_only() -> None:
     assert loads.load(engine("p")).reads == 0
 
 
-def test_signals_say_what_the_prefix_cache_of_each_engine_is_likely_to_hold() -> None:
+def test_the_prefix_cache_of_each_engine_is_known_as_far_as_is_likely() -> None:
     loads = EngineLoads(ManualClock())
     loads.prefilled(engine("p"), "", 0.0, TurnReport(1000, 0, 0, 0, "none"), (1, 2))
-    signals = (P, replace(P, engine_id="q"))
-    seen = loads.with_cached(signals, (1, 2, 3), (100, 200, 300), TokenEstimate(0.5))
-    assert [one.cached_tokens for one in seen] == [100, 0]
+    assert loads.cached_tokens((1, 2, 3), (100, 200, 300), TokenEstimate(0.5)) == {"p": 100}
+    assert loads.cached_tokens((3,), (300,), TokenEstimate(0.5)) == {}

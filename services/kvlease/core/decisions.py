@@ -85,15 +85,27 @@ class Decision:
             raise InvalidArgument(f"the decision lacks or distorts {error}") from error
 
 
-def decided(turn_id: str, signals: TurnSignals, made: Plan | None) -> Decision:
-    """The record of a decision: of the rates of pairs, those that can have mattered, as they are at this moment."""
+def pairs_that_matter(signals: TurnSignals, made: Plan | None) -> Mapping[tuple[str, str], Line]:
+    """Of the rates of pairs those that can have mattered to a plan, as they are at this moment."""
     known = signals.rates.pairs
+    if not known:
+        return {}
     lease, sink_id = signals.lease, made.decode_engine_id if made else ""
     source_id = lease.engine_id if isinstance(lease, LeaseSignal) else ""
     ids = [engine.engine_id for engine in signals.engines]
     pairs = {pair for one in ids for pair in ((source_id, one), (one, sink_id)) if pair in known}
-    rates = replace(signals.rates, pairs={pair: known[pair] for pair in sorted(pairs)})
-    return Decision(turn_id, replace(signals, rates=rates), made)
+    return {pair: known[pair] for pair in sorted(pairs)}
+
+
+def decided(
+    turn_id: str,
+    signals: TurnSignals,
+    made: Plan | None,
+    pairs: Mapping[tuple[str, str], Line] | None = None,
+) -> Decision:
+    """The record of a decision, with the rates of the pairs that mattered when it was made: by default, now."""
+    pairs = pairs_that_matter(signals, made) if pairs is None else pairs
+    return Decision(turn_id, replace(signals, rates=replace(signals.rates, pairs=pairs)), made)
 
 
 def plan_to_json(made: Plan) -> dict[str, Any]:

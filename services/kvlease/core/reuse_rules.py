@@ -56,7 +56,10 @@ class ReuseRules:
 
     def mode(self, model: str, tenant: str) -> ReuseMode:
         """What becomes of the KV of a turn."""
-        return next((rule.reuse for rule in self._rules if rule.fits(model, tenant)), self._default)
+        for rule in self._rules:
+            if rule.fits(model, tenant):
+                return rule.reuse
+        return self._default
 
 
 def parse_rules(text: str) -> tuple[ReuseRule, ...]:

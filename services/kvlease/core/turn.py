@@ -230,7 +230,7 @@ def _filled(body: Mapping[str, Any], key: str) -> str:
 
 def _count(body: Mapping[str, Any], key: str) -> int:
     value = body.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < COUNT_LIMIT:
+    if type(value) is not int or not 0 <= value < COUNT_LIMIT:
         raise InvalidArgument(f"{key} is a whole number of at least 0 and below 2**63")
     return value
 

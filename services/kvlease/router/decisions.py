@@ -3,13 +3,24 @@
 import json
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-from kvlease.core.decisions import Decision, decided
+from kvlease.core.decisions import Decision, decided, pairs_that_matter
 from kvlease.core.planning import Plan, TurnSignals
+from kvlease.core.rates import Line
 
 log = logging.getLogger(__name__)
+
+
+class _Noted(NamedTuple):
+    """What a decision is made of: few of them are ever asked for."""
+
+    tenant: str
+    signals: TurnSignals
+    made: Plan | None
+    pairs: Mapping[tuple[str, str], Line]
 
 
 class DecisionLog:
@@ -23,24 +34,26 @@ class DecisionLog:
 
     def __init__(self, kept_max: int, file: Path | None = None) -> None:
         self._kept_max = kept_max
-        self._decisions: OrderedDict[str, tuple[str, Decision]] = OrderedDict()
+        self._decisions: OrderedDict[str, _Noted] = OrderedDict()
         self._path = file
         self._file: TextIO | None = None
 
     def note(self, tenant: str, turn_id: str, signals: TurnSignals, made: Plan | None) -> None:
         """A plan was made."""
-        decision = decided(turn_id, signals, made)
-        self._decisions[turn_id] = tenant, decision
+        pairs = pairs_that_matter(signals, made)
+        self._decisions[turn_id] = _Noted(tenant, signals, made, pairs)
         self._decisions.move_to_end(turn_id)
         if len(self._decisions) > self._kept_max:
             self._decisions.popitem(last=False)
         if self._path is not None:
-            self._write(self._path, decision)
+            self._write(self._path, decided(turn_id, signals, made, pairs))
 
     def find(self, tenant: str, turn_id: str) -> Decision | None:
         """The decision of a tenant's turn; None when it is not kept."""
-        owner, decision = self._decisions.get(turn_id, ("", None))
-        return decision if owner == tenant else None
+        noted = self._decisions.get(turn_id)
+        if noted is None or noted.tenant != tenant:
+            return None
+        return decided(turn_id, noted.signals, noted.made, noted.pairs)
 
     def close(self) -> None:
         """Closes the file."""

@@ -19,6 +19,7 @@ from kvlease.store.port import Batch
 
 RANK_HEADER = "X-data-parallel-rank"
 UNREGISTERED_MAX = 64
+NOTHING_CACHED: Mapping[str, int] = {}
 
 
 class EngineState(Enum):
@@ -101,15 +102,24 @@ class EngineTable:
         engine = self._engines.get(holder.engine_id)
         return engine is not None and self.pool_of(model) in ("", engine.model)
 
-    def signals(self, model: str) -> tuple[EngineSignal, ...]:
-        """The engines that may serve a model: those that say so, else all (an adapter has its own name)."""
+    def signals(
+        self, model: str, cached_tokens: Mapping[str, int] = NOTHING_CACHED
+    ) -> tuple[EngineSignal, ...]:
+        """The engines that may serve a model: those that say so, else all (an adapter has its own name).
+
+        Args:
+            cached_tokens: tokens of the prompt that an engine's prefix cache is likely to hold, by engine.
+        """
         known = [*self._engines.values(), *self._last_resort()]
         named = [engine for engine in known if engine.model == model]
-        return tuple(self._signal(engine) for engine in named or known)
+        return tuple([self._signal(engine, cached_tokens) for engine in named or known])
 
     def pool_of(self, model: str) -> str:
         """Names the engines that may serve a model: the model itself, or empty for all (see `signals`)."""
-        return model if any(engine.model == model for engine in self._engines.values()) else ""
+        for engine in self._engines.values():
+            if engine.model == model:
+                return model
+        return ""
 
     def decode_room(self, pool: str) -> int | None:
         """Turns that the decode engines of a pool may have in flight; None: any number, or no engine is known."""
@@ -143,7 +153,9 @@ class EngineTable:
     def states(self) -> list[tuple[Engine, EngineState, int]]:
         """Every engine that is known, what it is good for, and its turns in flight."""
         known = [*self._engines.values(), *self._last_resort()]
-        return [(engine, self._state(engine), self._running[engine.holder.engine_id]) for engine in known]
+        return [
+            (engine, self._state(engine), self._running.get(engine.holder.engine_id, 0)) for engine in known
+        ]
 
     def headers(self, engine: Engine) -> Mapping[str, str]:
         """What a request needs to reach this engine and not another rank behind the same URL."""
@@ -190,9 +202,9 @@ class EngineTable:
         until_s = self._suspect_until_s.get(engine_id)
         return until_s is not None and self._clock.now_s() < until_s
 
-    def _signal(self, engine: Engine) -> EngineSignal:
+    def _signal(self, engine: Engine, cached_tokens: Mapping[str, int]) -> EngineSignal:
         engine_id = engine.holder.engine_id
-        registered, running = engine_id in self._engines, self._running[engine_id]
+        registered, running = engine_id in self._engines, self._running.get(engine_id, 0)
         load = self.loads.load(engine, running)
         return EngineSignal(
             engine_id=engine_id,
@@ -207,6 +219,7 @@ class EngineTable:
             full=load.full,
             warmth=load.warmth,
             backlog_tokens=load.backlog_tokens,
+            cached_tokens=cached_tokens.get(engine_id, 0),
             held_tokens=load.held_tokens,
             reads=load.reads,
             prefill=load.prefill,

@@ -2,14 +2,15 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
 from typing import NamedTuple
 
 from kvlease.core.clock import Clock
 from kvlease.core.cost import TokenEstimate
-from kvlease.core.planning import EngineSignal, ReadRates
+from kvlease.core.planning import ReadRates
 from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.rates import Line, RateTable, ServiceMeter
 from kvlease.core.records import Engine, EngineRole, LeaseRecord
@@ -104,14 +105,9 @@ class EngineLoads:
         """A prompt of so many tokens, as far as is known, is the engine's to compute."""
         return Counted(self._backlog, engine_id, tokens)
 
-    @contextmanager
-    def reading(self, source_id: str, sink_id: str) -> Generator[None]:
+    def reading(self, source_id: str, sink_id: str) -> AbstractContextManager[None]:
         """A READ may be under way; it counts until the context ends, but for `READ_COUNTED_S` at most."""
-        number = self._reads.begin(source_id, sink_id)
-        try:
-            yield
-        finally:
-            self._reads.end(number)
+        return _Reading(self._reads, source_id, sink_id)
 
     def prefilled(
         self, engine: Engine, source_id: str, began_s: float, report: TurnReport, keys: Sequence[int]
@@ -138,24 +134,17 @@ class EngineLoads:
 
     # --- for the planner ----------------------------------------------------------------------------------
 
-    def with_cached(
-        self,
-        signals: Sequence[EngineSignal],
-        keys: Sequence[int],
-        ends: Sequence[int],
-        estimate: TokenEstimate,
-    ) -> tuple[EngineSignal, ...]:
-        """Signals of engines, with how much of a prompt the prefix cache of each is likely to hold.
+    def cached_tokens(
+        self, keys: Sequence[int], ends: Sequence[int], estimate: TokenEstimate
+    ) -> dict[str, int]:
+        """How much of a prompt the prefix cache of each engine is likely to hold, by engine; without those of none.
 
         Args:
             keys: the chain over the prompt.
             ends: bytes of text that each key stands for, those before it included.
         """
         cached = self._prefixes.cached_bytes(keys, ends)
-        return tuple(
-            replace(e, cached_tokens=estimate.tokens(cached[e.engine_id])) if e.engine_id in cached else e
-            for e in signals
-        )
+        return {engine_id: estimate.tokens(size) for engine_id, size in cached.items()}
 
     def read_rates(self, layout_hash: str) -> ReadRates:
         """How long KV of a layout takes from engine to engine."""
@@ -174,8 +163,8 @@ class EngineLoads:
         return EngineLoad(
             full=0 < inflight_max * warmth <= running,
             warmth=warmth,
-            backlog_tokens=self._backlog[engine_id],
-            held_tokens=self._held[engine_id],
+            backlog_tokens=self._backlog.get(engine_id, 0),
+            held_tokens=self._held.get(engine_id, 0),
             reads=self._reads.count(engine_id),
             prefill=self._rates.prefill_line(engine_id, group),
         )
@@ -186,6 +175,26 @@ class EngineLoads:
             return 1.0
         share = (self._clock.now_s() - joined_s) / self.limits.slow_start_s
         return min(1.0, max(WARMTH_MIN, share))
+
+
+class _Reading(AbstractContextManager[None]):
+    """One READ. A class, not a generator: most turns have one."""
+
+    __slots__ = ("_number", "_reads", "_sink_id", "_source_id")
+
+    def __init__(self, reads: "_ReadsInFlight", source_id: str, sink_id: str) -> None:
+        self._reads = reads
+        self._source_id = source_id
+        self._sink_id = sink_id
+        self._number = -1
+
+    def __enter__(self) -> None:
+        self._number = self._reads.begin(self._source_id, self._sink_id)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reads.end(self._number)
 
 
 class _ReadsInFlight:
@@ -201,7 +210,8 @@ class _ReadsInFlight:
         """Counts a READ from here on; the number ends it."""
         number = next(self._numbers)
         self._begun[number] = self._clock.now_s(), (source_id, sink_id)
-        self._counts.update((source_id, sink_id))
+        self._counts[source_id] += 1
+        self._counts[sink_id] += 1
         return number
 
     def end(self, number: int) -> None:
@@ -219,4 +229,4 @@ class _ReadsInFlight:
             if begun[0] > until_s:
                 break
             self.end(number)
-        return self._counts[engine_id]
+        return self._counts.get(engine_id, 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvlease.core.planning import PlanReason, TurnSignals, plan
@@ -12,6 +13,7 @@ from kvlease.router.audit import Auditor
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
+from kvlease.router.engines import NOTHING_CACHED
 from kvlease.router.ports import ClientPort
 from kvlease.router.prefill import PrefillLeg
 from kvlease.router.turn import (
@@ -96,10 +98,11 @@ class TurnRunner:
     def _signals(self, request: TurnRequest, opened: OpenTurn) -> TurnSignals:
         """What is known at this moment of the lease, the engines, and the time that work takes them."""
         services, conversation, transcript = self._services, opened.conversation, request.transcript
-        engines = services.engines.signals(request.model)
         loads, estimate = services.engines.loads, conversation.estimate
+        cached: Mapping[str, int] = NOTHING_CACHED
         if transcript is not None:
-            engines = loads.with_cached(engines, transcript.keys, transcript.ends, estimate)
+            cached = loads.cached_tokens(transcript.keys, transcript.ends, estimate)
+        engines = services.engines.signals(request.model, cached)
         layout_hash = next((e.layout_hash for e in engines if e.role is EngineRole.DECODE), "")
         lease = services.conversations.lease_signal(opened)
         mode = services.reuse.mode(request.model, request.tenant)
@@ -137,15 +140,20 @@ class TurnRunner:
         if services.reuse.mode(turn.request.model, turn.request.tenant) is ReuseMode.VERIFY_ONLY:
             self._auditor.offer(turn)
         services.tracing.closed(turn)
-        log.info(
-            "turn",
-            extra={
-                "request_id": record.request_id,
-                "path": record.path.value,
-                "reason": record.reason.value,
-                "ended": record.ended,
-                "prompt_tokens": record.prompt_tokens,
-                "reused_tokens": record.reused_tokens,
-                "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1e3, 1),
-            },
-        )
+        if log.isEnabledFor(logging.INFO):
+            _tell(record)
+
+
+def _tell(record: TurnRecord) -> None:
+    log.info(
+        "turn",
+        extra={
+            "request_id": record.request_id,
+            "path": record.path.value,
+            "reason": record.reason.value,
+            "ended": record.ended,
+            "prompt_tokens": record.prompt_tokens,
+            "reused_tokens": record.reused_tokens,
+            "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1e3, 1),
+        },
+    )

@@ -1,6 +1,6 @@
 """The running event loop's clock: monotonic, and virtual when the loop is."""
 
-import asyncio
+from asyncio import get_running_loop
 
 
 class LoopClock:
@@ -8,4 +8,4 @@ class LoopClock:
 
     def now_s(self) -> float:
         """The loop's time in seconds."""
-        return asyncio.get_running_loop().time()
+        return get_running_loop().time()

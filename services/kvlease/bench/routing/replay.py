@@ -147,7 +147,7 @@ class Replay:
         ends = [min(BLOCK_TOKENS * (n + 1), visit.prompt_tokens) for n in range(len(visit.prefixes))]
         return TurnSignals(
             lease=lease,
-            engines=self._loads.with_cached(self._table.signals(MODEL), visit.prefixes, ends, EXACT),
+            engines=self._table.signals(MODEL, self._loads.cached_tokens(visit.prefixes, ends, EXACT)),
             preferred_engine_id=earlier.engine_id if earlier is not None else "",
             prompt_tokens=visit.prompt_tokens,
             last_path=earlier.plan.path if earlier is not None else None,
