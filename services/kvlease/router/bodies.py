@@ -5,6 +5,7 @@ direction.
 """
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -171,7 +172,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         InvalidArgument: it is none; says so to the client.
     """
     try:
-        value = _DECODER.decode(raw.decode("utf-8-sig"))
+        value = _DECODER.decode(raw.decode("utf-8-sig" if raw.startswith(BOM_UTF8) else "utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidArgument("the body is not valid UTF-8") from error
     except ValueError as error:

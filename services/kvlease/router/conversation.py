@@ -30,6 +30,10 @@ class ConversationLease:
     tokens: int = 0
     traceparent: str = ""
 
+    def of_tokens(self, tokens: int) -> "ConversationLease":
+        """The lease when it is known how many tokens it has."""
+        return ConversationLease(self.lease_id, self.holder, self.model, self.leaf, tokens, self.traceparent)
+
 
 @dataclass(slots=True)
 class TurnRecord:

@@ -1,7 +1,6 @@
 """The conversations that a router knows: which lease each one has, and how its turns went."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript, conversation_key
@@ -143,7 +142,7 @@ class ConversationTable:
         lease = conversation.lease
         if lease is not None and lease.lease_id == lease_id and prompt_tokens:
             tokens = prompt_tokens + completion_tokens
-            conversation.lease = replace(lease, tokens=tokens)
+            conversation.lease = lease.of_tokens(tokens)
 
     def close(self, turn: OpenTurn) -> None:
         """The turn is over, however it ended."""

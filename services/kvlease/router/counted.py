@@ -24,6 +24,33 @@ class Counted(AbstractContextManager[None]):
         uncount(self._counter, self._name, self._amount)
 
 
+class Held(AbstractContextManager["Held"]):
+    """Keeps a count until it is closed, or until its context ends. Can be used again."""
+
+    __slots__ = ("_counted",)
+
+    def __init__(self) -> None:
+        self._counted: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> "Held":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def hold(self, counted: AbstractContextManager[None]) -> None:
+        """Begins to count."""
+        counted.__enter__()
+        self._counted.append(counted)
+
+    def close(self) -> None:
+        """Ends all that counts. Idempotent."""
+        while self._counted:
+            self._counted.pop().__exit__(None, None, None)
+
+
 def uncount(counter: Counter[str], name: str, amount: int = 1) -> None:
     """Takes from a count."""
     left = counter[name] = counter[name] - amount

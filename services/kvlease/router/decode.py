@@ -6,7 +6,7 @@ Passes the decode engine's answer to the client, and grants the turn's lease whe
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from kvlease.core.lease import LeaseKind
@@ -14,6 +14,7 @@ from kvlease.core.planning import LeaseSignal, PlanReason, TurnPath, choose_deco
 from kvlease.core.records import Engine
 from kvlease.core.turn import CHAIN_KEYS_MAX, KeepOrder, ReadOrder, TurnParams
 from kvlease.router.bodies import client_answer, decode_body, parse_answer, report_of
+from kvlease.router.counted import Held
 from kvlease.router.dialect import ReplyReader
 from kvlease.router.errors import error_event
 from kvlease.router.headers import answer_headers
@@ -182,15 +183,15 @@ class DecodeLeg:
             if handover is not None and handover.pin_id not in turn.loose_pins:
                 services.renewals.drop_pin(handover.pin_id)
 
-    def _count(self, load: ExitStack, turn: Turn, engine_id: str, handover: PinnedLease | None) -> None:
+    def _count(self, load: Held, turn: Turn, engine_id: str, handover: PinnedLease | None) -> None:
         """What the leg asks of the engine before its first byte, and of the one that it reads."""
         loads, signals = self._services.engines.loads, turn.signals
         if handover is not None:
-            load.enter_context(loads.reading(handover.holder.engine_id, engine_id))
+            load.hold(loads.reading(handover.holder.engine_id, engine_id))
         elif signals is not None:
             suffix_tokens = _suffix_tokens(turn, engine_id)
             tokens = signals.prompt_tokens if suffix_tokens is None else suffix_tokens
-            load.enter_context(loads.computing(engine_id, tokens))
+            load.hold(loads.computing(engine_id, tokens))
 
     def _params(self, turn: Turn, handover: PinnedLease | None) -> TurnParams | None:
         read = (

@@ -7,7 +7,7 @@ the engine that renders a request itself gives both legs the same prompt.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, cast
@@ -160,7 +160,7 @@ def parse_engine_json(raw: bytes) -> object:
         return json.loads(raw)  # halves of surrogate pairs, NaN, and 1024 levels
 
 
-def without(fields: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The fields but those named."""
     return {name: value for name, value in fields.items() if name not in names}
 

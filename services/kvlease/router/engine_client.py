@@ -35,6 +35,8 @@ UNREAD_BYTES_MAX = 1 << 18
 Origin = tuple[bool, str, int]
 """Whether by TLS, host, and port."""
 
+NOWHERE: Origin = False, "", 0
+
 
 class _Connection(asyncio.Protocol):
     """One connection and the answer that it carries."""
@@ -132,7 +134,8 @@ class _Connection(asyncio.Protocol):
         if self._unread > UNREAD_BYTES_MAX and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def on_message_complete(self) -> None:
         """The answer is complete."""
@@ -144,6 +147,10 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     # --- one request --------------------------------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """The time of the loop that it belongs to."""
+        return self._loop.time()
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +179,7 @@ class _Connection(asyncio.Protocol):
         else:
             await self._write(head, body)
         while not self.status:
-            await self._wait()
+            await self._came()
 
     async def read(self) -> bytes:
         """What came of the body since the last call; waits for it. Empty at the end.
@@ -183,7 +190,7 @@ class _Connection(asyncio.Protocol):
         while not self._parts:
             if self.ended:
                 return b""
-            await self._wait()
+            await self._came()
         data = self._parts.popleft() if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._unread = 0
@@ -191,6 +198,10 @@ class _Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
         return data
+
+    def time_out(self) -> None:
+        """The answer takes too long."""
+        self.fail(LegError("no answer in time", sent=True))
 
     def fail(self, error: LegError) -> None:
         """Whoever waits for the answer gets this error."""
@@ -215,23 +226,25 @@ class _Connection(asyncio.Protocol):
                 await self._drained
         self._sent_all = True
 
-    async def _wait(self) -> None:
-        """Until something came. Raises `LegError` when nothing will."""
+    def _came(self) -> asyncio.Future[None]:
+        """Done when something came. Raises `LegError` when nothing will."""
         if self._failed is not None:
             raise self._failed
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 class _Reply:
     """An answer whose body is read on demand."""
+
+    __slots__ = ("_connection", "headers", "status")
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -245,14 +258,39 @@ class _Reply:
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
-        while part := await self._connection.read():
-            yield part
+        return _Chunks(self._connection)
+
+
+class _Chunks(AsyncIterator[bytes]):
+    """What comes of a body. A class, not a generator: a loop keeps account of those."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    async def __anext__(self) -> bytes:
+        if part := await self._connection.read():
+            return part
+        raise StopAsyncIteration
 
 
 class _Call(AbstractAsyncContextManager[EngineReply]):
     """One request, from its connection to the end of its answer, or to where it is left."""
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_headers",
+        "_method",
+        "_origin",
+        "_pool",
+        "_timeout_s",
+        "_timer",
+        "_url",
+    )
 
     def __init__(
         self,
@@ -269,16 +307,19 @@ class _Call(AbstractAsyncContextManager[EngineReply]):
         self._headers = headers
         self._body = body
         self._timeout_s = timeout_s
+        self._origin: Origin = NOWHERE
         self._connection: _Connection | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> EngineReply:
-        head = _head(self._method, self._url, self._headers, self._body)
+        self._origin, host, target = _parts(self._url)
+        head = _head(self._method, target, host, self._headers, self._body)
         loop = asyncio.get_running_loop()
-        connection = self._pool.idle(self._url, loop) or await self._pool.connect(self._url, loop)
+        connection = self._pool.idle(self._origin, loop)
+        if connection is None:
+            connection = await self._pool.connect(self._origin, loop)
         self._connection = connection
-        late = LegError("no answer in time", sent=True)
-        self._timer = loop.call_later(self._timeout_s, connection.fail, late)
+        self._timer = loop.call_later(self._timeout_s, connection.time_out)
         try:
             await connection.ask(head, self._body or b"", bodiless=self._method == "HEAD")
         except BaseException:
@@ -295,7 +336,7 @@ class _Call(AbstractAsyncContextManager[EngineReply]):
         if self._timer is not None:
             self._timer.cancel()
         if self._connection is not None:
-            self._pool.give_back(self._url, self._connection)
+            self._pool.give_back(self._origin, self._connection)
 
 
 class HttpEngines:
@@ -332,9 +373,9 @@ class HttpEngines:
         """A request. Entering sends it and raises `LegError`; leaving early closes the connection."""
         return _Call(self, method, url, headers, body, timeout_s)
 
-    def idle(self, url: str, loop: asyncio.AbstractEventLoop) -> _Connection | None:
+    def idle(self, origin: Origin, loop: asyncio.AbstractEventLoop) -> _Connection | None:
         """A connection to the engine that nobody uses, None when there is none."""
-        idle = self._idle.get(_parts(url)[0])
+        idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
             if connection.is_open and loop.time() - connection.idle_since_s < IDLE_CONNECTION_S:
@@ -342,7 +383,7 @@ class HttpEngines:
             connection.close()
         return None
 
-    async def connect(self, url: str, loop: asyncio.AbstractEventLoop) -> _Connection:
+    async def connect(self, origin: Origin, loop: asyncio.AbstractEventLoop) -> _Connection:
         """Another connection to the engine.
 
         Raises:
@@ -350,7 +391,7 @@ class HttpEngines:
         """
         if not self._open:
             raise LegError("the client is closed", sent=False)
-        secure, host, port = _parts(url)[0]
+        secure, host, port = origin
         context: ssl.SSLContext | bool | None = None
         if secure:
             context = True if self._tls is None else self._tls.client_context()
@@ -363,17 +404,18 @@ class HttpEngines:
             raise LegError(f"no connection: {type(error).__name__}", sent=False) from error
         return connection
 
-    def give_back(self, url: str, connection: _Connection) -> None:
+    def give_back(self, origin: Origin, connection: _Connection) -> None:
         """Keeps a connection whose answer was read to the end, and closes any other one."""
-        origin, _, _ = _parts(url)
-        idle = self._idle.setdefault(origin, deque())
+        idle = self._idle.get(origin)
+        if idle is None:
+            idle = self._idle[origin] = deque()
         if (
             not (self._open and connection.reusable and connection.was_read and connection.is_open)
             or len(idle) >= IDLE_CONNECTIONS_MAX
         ):
             connection.close()
             return
-        now_s = connection.idle_since_s = asyncio.get_running_loop().time()
+        now_s = connection.idle_since_s = connection.now_s()
         idle.append(connection)
         while now_s - idle[0].idle_since_s >= IDLE_CONNECTION_S:
             idle.popleft().close()
@@ -392,13 +434,12 @@ def _parts(url: str) -> tuple[Origin, str, str]:
     return (secure, host, port), parts.netloc.rpartition("@")[2], target
 
 
-def _head(method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+def _head(method: str, target: str, host: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
     """The head of a request.
 
     Raises:
         LegError: a header would end it early.
     """
-    _, host, target = _parts(url)
     lines = [f"{method} {target} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if body is not None:

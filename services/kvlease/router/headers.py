@@ -56,15 +56,14 @@ def engine_headers(
     client: Iterable[tuple[str, str]], request_id: str, credentials: EngineCredentials = CLIENTS_CREDENTIALS
 ) -> dict[str, str]:
     """The headers of a leg: the client's, without what ends at the router."""
-    kept = _end_to_end(client, OURS_TOWARDS_ENGINES | credentials.hidden)
+    ours = OURS_TOWARDS_ENGINES | credentials.hidden if credentials.hidden else OURS_TOWARDS_ENGINES
+    kept = _end_to_end(client, ours)
     if credentials.key:
         kept["Authorization"] = f"Bearer {credentials.key}"
-    return {
-        **kept,
-        "Content-Type": "application/json",
-        "Accept-Encoding": "identity",
-        "X-Request-Id": request_id,
-    }
+    kept["Content-Type"] = "application/json"
+    kept["Accept-Encoding"] = "identity"
+    kept["X-Request-Id"] = request_id
+    return kept
 
 
 def answer_headers(engine: Mapping[str, str]) -> dict[str, str]:

@@ -180,8 +180,19 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
     Giving up cancels the task that waits, and only turns that cancellation into an error, as a timeout does.
     """
 
-    status = 0
-    headers: Mapping[str, str]
+    __slots__ = (
+        "_address",
+        "_cancelling",
+        "_given_up",
+        "_health",
+        "_inner",
+        "_now_s",
+        "_reply",
+        "_seat",
+        "_task",
+        "headers",
+        "status",
+    )
 
     def __init__(
         self,
@@ -199,12 +210,14 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
         self._given_up = False
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
 
     async def __aenter__(self) -> EngineReply:
         self._seat = self._health.take_seat(self._address)
         self._task = asyncio.current_task()
         self._cancelling = self._task.cancelling() if self._task is not None else 0
-        self._wait()
+        self.wait()
         try:
             self._reply = await self._inner.__aenter__()
         except BaseException as error:
@@ -212,7 +225,7 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
             if self._was_given_up(error):
                 raise LegError("the engine makes no progress", sent=True) from error
             raise
-        self._progress()
+        self.progress()
         self.status, self.headers = self._reply.status, self._reply.headers
         return self
 
@@ -236,27 +249,23 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
         """The whole body."""
         if self._reply is None:
             return b""
-        self._wait()
+        self.wait()
         body = await self._reply.body()
-        self._progress()
+        self.progress()
         return body
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
         if self._reply is None:
-            return
-        self._wait()
-        async for chunk in self._reply.chunks():
-            self._progress()
-            yield chunk
-            self._wait()
+            raise LegError("there is no answer yet", sent=True)
+        return _WatchedChunks(self, self._reply.chunks())
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Bytes are waited for from here on."""
         if self._seat is not None:
             self._seat.waiting[self] = self._now_s()
 
-    def _progress(self) -> None:
+    def progress(self) -> None:
         """Bytes came."""
         if self._seat is not None:
             self._seat.waiting.pop(self, None)
@@ -272,6 +281,22 @@ class _WatchedCall(AbstractAsyncContextManager[EngineReply]):
         if not self._given_up or self._task is None:
             return False
         return self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError)
+
+
+class _WatchedChunks(AsyncIterator[bytes]):
+    """A body as it comes. A class, not a generator: a loop keeps account of those."""
+
+    __slots__ = ("_call", "_inner")
+
+    def __init__(self, call: _WatchedCall, inner: AsyncIterator[bytes]) -> None:
+        self._call = call
+        self._inner = inner
+
+    async def __anext__(self) -> bytes:
+        self._call.wait()
+        chunk = await self._inner.__anext__()
+        self._call.progress()
+        return chunk
 
 
 def _base(url: str) -> str:

@@ -1,9 +1,10 @@
 """Times what a router asks of the registry and of engines."""
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
+from typing import Any
 
 from aiohttp import web
 
@@ -133,6 +134,8 @@ class MeasuredEngines:
 
 
 class _MeasuredCall(AbstractAsyncContextManager[EngineReply]):
+    __slots__ = ("_clock", "_inner", "_leg", "_timer")
+
     def __init__(
         self,
         inner: AbstractAsyncContextManager[EngineReply],
@@ -157,7 +160,7 @@ class _MeasuredCall(AbstractAsyncContextManager[EngineReply]):
         finally:
             self._timer.observe(self._leg, outcome, self._clock.now_s() - begun_s)
 
-    async def __aexit__(
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return await self._inner.__aexit__(kind, error, traceback)
+    ) -> Coroutine[Any, Any, bool | None]:
+        return self._inner.__aexit__(kind, error, traceback)

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from prometheus_client import Histogram
+
 from kvlease.core.clock import Clock
 from kvlease.core.renewal import RenewalTable
 from kvlease.router.admission import Admission
@@ -44,6 +46,7 @@ class TurnMetrics:
         self._tenants = TenantLabels(tenants_max)
         self._turns = metrics.tally(catalogue.TURNS)
         self._ttft = metrics.histogram(catalogue.TTFT_SECONDS)
+        self._ttft_of_path: dict[str, Histogram] = {}
         self._prompt = metrics.tally(catalogue.PROMPT_TOKENS)
         self._reused = metrics.tally(catalogue.REUSED_TOKENS)
         self._read = metrics.tally(catalogue.READ_TOKENS)
@@ -51,6 +54,8 @@ class TurnMetrics:
         self._tenant_prompt = metrics.tally(catalogue.TENANT_PROMPT_TOKENS)
         self._tenant_reused = metrics.tally(catalogue.TENANT_REUSED_TOKENS)
         self._retries = metrics.tally(catalogue.RETRIES)
+        for leg in ("prefill", "decode"):
+            self._retries.add(0, leg)  # known before the first one
         self._nonces = metrics.counter(catalogue.PROMPT_NONCES)
         self._refused = metrics.counter(catalogue.REFUSED_TURNS)
         self._audits = metrics.counter(catalogue.REUSE_AUDITS)
@@ -66,12 +71,20 @@ class TurnMetrics:
         self._recomputed.add(max(0, record.prompt_tokens - record.reused_tokens), path)
         self._tenant_prompt.add(record.prompt_tokens, label)
         self._tenant_reused.add(record.reused_tokens, label)
-        self._retries.add(record.prefill_retries, "prefill")
-        self._retries.add(record.decode_retries, "decode")
+        if record.prefill_retries:
+            self._retries.add(record.prefill_retries, "prefill")
+        if record.decode_retries:
+            self._retries.add(record.decode_retries, "decode")
         if record.nonce:
             self._nonces.inc()
         if record.ttft_s is not None:
-            self._ttft.labels(path).observe(record.ttft_s)
+            self._ttft_of(path).observe(record.ttft_s)
+
+    def _ttft_of(self, path: str) -> Histogram:
+        child = self._ttft_of_path.get(path)
+        if child is None:
+            child = self._ttft_of_path[path] = self._ttft.labels(path)
+        return child
 
     def refused(self, code: str) -> None:
         """Counts a turn that was not let in."""

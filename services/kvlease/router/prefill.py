@@ -3,8 +3,7 @@
 Pins what is to be read, lets a prefill engine compute the prompt, and takes over its KV.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 
 from kvlease.core.holding import PinAsk
@@ -37,6 +36,8 @@ from kvlease.router.turn import (
 
 PASSING_MISSES = frozenset({MissReason.UNREACHABLE, MissReason.READING_CAP})
 """Misses that say nothing of the lease itself."""
+
+NOTHING = nullcontext()
 
 
 class PrefillLeg:
@@ -85,7 +86,9 @@ class PrefillLeg:
         turn.record.prefill_engine_id = engine.holder.engine_id
         body = prefill_body(turn.request, self._params(turn, pin, transfer))
         begun_s = services.clock.now_s()
-        with self._load(turn, engine, pin):
+        loads, engine_id = services.engines.loads, engine.holder.engine_id
+        reading = NOTHING if pin is None else loads.reading(pin.holder.engine_id, engine_id)
+        with loads.computing(engine_id, _tokens(turn, pin)), reading:
             answered = await self._call(turn, engine, pin, body)
         if answered.status >= 400:
             return answered
@@ -93,22 +96,6 @@ class PrefillLeg:
         handover = self._take_over(turn, transfer, answered.body)
         self._measure(turn, engine, pin, begun_s)
         return handover
-
-    @contextmanager
-    def _load(self, turn: Turn, engine: Engine, pin: PinnedLease | None) -> Generator[None]:
-        """What the leg asks of the engine, and of the one that it reads."""
-        loads, engine_id = self._services.engines.loads, engine.holder.engine_id
-        signals = turn.signals
-        tokens = signals.prompt_tokens if signals is not None else 0
-        lease = signals.lease if signals is not None else None
-        if pin is not None and isinstance(lease, LeaseSignal) and lease.suffix_tokens is not None:
-            tokens = lease.suffix_tokens
-        with loads.computing(engine_id, tokens):
-            if pin is None:
-                yield
-                return
-            with loads.reading(pin.holder.engine_id, engine_id):
-                yield
 
     def _measure(self, turn: Turn, engine: Engine, pin: PinnedLease | None, begun_s: float) -> None:
         if turn.report is None:
@@ -215,3 +202,14 @@ class PrefillLeg:
         turn.loose_pins[transfer.pin_id] = transfer
         services.renewals.hold_pin(transfer.pin_id, transfer.holder.engine_id)
         return transfer
+
+
+def _tokens(turn: Turn, pin: PinnedLease | None) -> int:
+    """Tokens of the prompt that the prefill engine has to compute, as far as is known."""
+    signals = turn.signals
+    if signals is None:
+        return 0
+    lease = signals.lease
+    if pin is not None and isinstance(lease, LeaseSignal) and lease.suffix_tokens is not None:
+        return lease.suffix_tokens
+    return signals.prompt_tokens

@@ -6,7 +6,6 @@ reservation, since its READ may still be running.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 
 from kvlease.core.clock import Clock
@@ -20,6 +19,7 @@ from kvlease.router.background import Background
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.conversations import ConversationTable
+from kvlease.router.counted import Held
 from kvlease.router.decisions import DecisionLog
 from kvlease.router.dialect import Api, ReplyReader
 from kvlease.router.engines import EngineTable
@@ -133,7 +133,7 @@ class Turn:
     report: TurnReport | None = None
     memory: StreamMemory | None = None
     reader: ReplyReader | None = None
-    until_first_byte: ExitStack = field(default_factory=ExitStack)
+    until_first_byte: Held = field(default_factory=Held)
 
     def change_plan(self, changed: Plan) -> None:
         """Takes another path than planned at first."""

@@ -18,19 +18,21 @@ from kvlease.router.dialect import (
     without_orders,
 )
 
-PREFILL_DROPPED = (
-    "stream_options",
-    "stop",  # ends the one token's request as an abort, which hands nothing over
-    "include_stop_str_in_output",
-    "best_of",
-    "use_beam_search",
-    "logprobs",
-    "top_logprobs",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "echo",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
+PREFILL_DROPPED = frozenset(
+    {
+        "stream_options",
+        "stop",  # ends the one token's request as an abort, which hands nothing over
+        "include_stop_str_in_output",
+        "best_of",
+        "use_beam_search",
+        "logprobs",
+        "top_logprobs",
+        "logprob_token_ids",
+        "prompt_logprobs",
+        "echo",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+    }
 )
 """Fields that cost on the prefill leg, or that would not be valid beside one token without a stream."""
 
