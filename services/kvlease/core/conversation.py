@@ -10,12 +10,12 @@ import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
 from kvlease.core.turn import CHAIN_KEYS_MAX
+from kvlease.core.values import value
 
 SEGMENT_BYTES = 256
 ROLE_CACHED_MAX = 16
@@ -50,7 +50,7 @@ def conversation_key(tenant: str, conversation_id: str) -> bytes:
     return _digest(b"kvlease-conv", 16, tenant.encode(), conversation_id.encode())
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Leaf:
     """Where a chain ended.
 
@@ -70,7 +70,7 @@ class Leaf:
         return self.keys[-1] if self.keys else 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Reply:
     """What an engine answered, as a client would send it back.
 
@@ -83,7 +83,7 @@ class Reply:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Transcript:
     """The chain over a request. `ends[i]` are the bytes of text that `keys[i]` covers.
 
@@ -163,7 +163,7 @@ def prompt_transcript(tenant: str, model: str, prompt: str | Sequence[int]) -> T
     return Transcript(root, tuple(keys), tuple(ends), data, closed=not is_text)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Found:
     """A conversation whose chain a request shares: wholly when it extends `leaf`, else in part."""
 

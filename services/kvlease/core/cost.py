@@ -1,13 +1,14 @@
 """Estimates of work from what a router sees: bytes of text, never token ids."""
 
 import math
-from dataclasses import dataclass
+
+from kvlease.core.values import value
 
 TOKENS_PER_BYTE_DEFAULT = 0.25
 TOKENS_PER_BYTE_MAX = 4.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TokenEstimate:
     """A conversation's own ratio of tokens to bytes of text, learnt from the engines' usage counts."""
 

@@ -4,7 +4,7 @@ Holds counts, rates and ids of engines; nothing of what was said.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from kvlease.core.errors import InvalidArgument
@@ -22,11 +22,12 @@ from kvlease.core.planning import (
 )
 from kvlease.core.rates import Line
 from kvlease.core.records import EngineRole
+from kvlease.core.values import value
 
 DECISION_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Decision:
     """One decision.
 

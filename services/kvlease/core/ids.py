@@ -4,9 +4,9 @@ A lease id is 64 random bits, drawn by the router when it dispatches a turn; JSO
 """
 
 import re
-from dataclasses import dataclass
 
 from kvlease.core.errors import InvalidArgument
+from kvlease.core.values import value
 
 LEASE_ID_LIMIT = 1 << 64
 _HEX_DIGITS = re.compile("[0-9a-fA-F]{16}")
@@ -28,7 +28,7 @@ def lease_id_from_hex(text: str) -> int:
     return int(text, 16)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Holder:
     """The incarnation of an engine that keeps the blocks of a lease.
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvlease.core.errors import InvalidArgument
+from kvlease.core.values import value
 
 FIRST_EDGE_S = 8.0
 BUCKETS_PER_DOUBLING = 2
@@ -96,7 +97,7 @@ class KeepPolicy:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnEnd:
     """What is known of a conversation when its turn ends.
 

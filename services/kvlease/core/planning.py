@@ -11,6 +11,7 @@ from enum import Enum
 from kvlease.core.lease import MissReason
 from kvlease.core.rates import Line
 from kvlease.core.records import EngineRole
+from kvlease.core.values import value
 
 
 class TurnPath(Enum):
@@ -95,7 +96,7 @@ class PlanLimits:
 DEFAULT_LIMITS = PlanLimits()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EngineSignal:
     """An engine as the planner sees it.
 
@@ -136,7 +137,7 @@ class EngineSignal:
         return (self.running + 1) / self.warmth
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LeaseSignal:
     """A lease that is believed to be held, or pending.
 
@@ -150,7 +151,7 @@ class LeaseSignal:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReadRates:
     """How long KV takes from one engine to another, as the sink's first token feels it.
 
@@ -165,7 +166,7 @@ class ReadRates:
     pairs: Mapping[tuple[str, str], Line] = field(default_factory=dict[tuple[str, str], Line])
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnSignals:
     """All that a plan depends on.
 
@@ -191,7 +192,7 @@ class TurnSignals:
     rates: ReadRates = ReadRates()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Price:
     """What a path is predicted to cost, in seconds.
 
@@ -219,7 +220,7 @@ class Price:
         return self.ttft_s + self.delay_s
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Plan:
     """One turn's path. Without a prefill engine, the decode engine does everything.
 
@@ -325,7 +326,7 @@ def _pair(signals: TurnSignals, decode: EngineSignal) -> tuple[EngineSignal | No
     return chosen, PlanReason.RETAIN_REFUSED
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Choice:
     path: TurnPath
     reason: PlanReason

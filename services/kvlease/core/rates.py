@@ -6,9 +6,10 @@ block as the model has layers: with a fixed layout tokens stand for blocks, desc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
+
+from kvlease.core.values import value
 
 MEMORY_SAMPLES = 64.0
 """A sample's weight falls to 1/e after so many others."""
@@ -25,7 +26,7 @@ SURPRISE_MAX = 4.0
 PAIRS_MAX = 65_536
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Line:
     """Seconds that so many units take.
 

@@ -4,12 +4,12 @@ Both ride in `kv_transfer_params` under the key `kvlease`; clients neither send 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import Holder, lease_id_from_hex, lease_id_to_hex
 from kvlease.core.lease import LeaseKind
+from kvlease.core.values import value
 
 PARAMS_KEY = "kvlease"
 PARAMS_VERSION = 1
@@ -17,7 +17,7 @@ CHAIN_KEYS_MAX = 16
 COUNT_LIMIT = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReadOrder:
     """Which lease the engine reads before it computes.
 
@@ -33,7 +33,7 @@ class ReadOrder:
     sidecar_address: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class KeepOrder:
     """Which lease the engine grants when the leg has finished.
 
@@ -52,7 +52,7 @@ class KeepOrder:
     supersedes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnParams:
     """The connector's orders for one leg. `tenant` is the hex digest that roots the block digests."""
 
@@ -118,7 +118,7 @@ OUTCOMES: Mapping[str, str] = {
 """What a connector reports besides the values of `MissReason` (`unreachable` also: no answer in time)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnReport:
     """What the connector did, in the engine's response.
 
@@ -142,7 +142,15 @@ class TurnReport:
 
     def to_json(self) -> dict[str, Any]:
         """The value under `kv_transfer_params.kvlease` of a response."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "local_tokens": self.local_tokens,
+            "read_tokens": self.read_tokens,
+            "verified_tokens": self.verified_tokens,
+            "outcome": self.outcome,
+            "kept_tokens": self.kept_tokens,
+            "read_s": self.read_s,
+        }
 
     @staticmethod
     def from_json(value: object) -> "TurnReport":

@@ -13,6 +13,7 @@ from typing import Any, cast
 from kvlease.core.conversation import Transcript, cache_salt
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.turn import PARAMS_KEY, TurnParams, TurnReport
+from kvlease.core.values import value
 from kvlease.router.apis.choices import ChoicesDialect
 from kvlease.router.apis.messages import MessagesDialect
 from kvlease.router.apis.responses import ResponsesDialect
@@ -24,7 +25,7 @@ from kvlease.router.reserved import KV_FIELD, strip_reserved
 from kvlease.router.responses import ResponseStore
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnRequest:
     """A client's request, without what belongs to the router.
 

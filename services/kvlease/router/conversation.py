@@ -8,11 +8,12 @@ from kvlease.core.conversation import Leaf, Transcript
 from kvlease.core.cost import TokenEstimate
 from kvlease.core.ids import Holder
 from kvlease.core.planning import PlanReason, TurnPath
+from kvlease.core.values import value
 
 TURNS_KEPT = 32
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConversationLease:
     """The lease of a conversation's latest turn.
 

@@ -14,6 +14,7 @@ from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, 
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.core.reuse_rules import ReuseRules
 from kvlease.core.turn import TurnReport
+from kvlease.core.values import value
 from kvlease.router.admission import Admission, Overloaded
 from kvlease.router.background import Background
 from kvlease.router.bodies import TurnRequest
@@ -68,7 +69,7 @@ class TurnLimits:
             setattr(self, field_.name, getattr(other, field_.name))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RequestHead:
     """What came beside the body: headers for the engines, and the id that ties logs together.
 
@@ -81,7 +82,7 @@ class RequestHead:
     api: Api = Api.CHAT
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PinnedLease:
     """A lease under a pin that a leg is to read.
 
@@ -95,7 +96,7 @@ class PinnedLease:
     sidecar_address: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Refusal:
     """An engine's own answer to a request that it refused."""
 
