@@ -52,6 +52,20 @@ def test_a_longer_prompt_keeps_the_digests_of_its_head(
     assert long.digests.startswith(short.digests)
 
 
+@given(tokens=TOKENS, known_tokens=st.integers(0, 30), block_size=BLOCK_SIZES)
+def test_a_chain_that_goes_on_from_what_is_known_is_the_one_computed_from_its_start(
+    tokens: list[int], known_tokens: int, block_size: int
+) -> None:
+    extras = {block: bytes([block]) for block in range(0, 30, 2)}
+    run = chain(ROOT, tokens, block_size, extras)
+    longer = [*tokens, *range(30)][: max(known_tokens, len(tokens))]
+    for known in (
+        run.digests[: known_tokens // block_size * DIGEST_BYTES],
+        chain(ROOT, longer, block_size, extras).digests,
+    ):
+        assert chain(ROOT, tokens, block_size, extras, known) == run
+
+
 @given(head=TOKENS, left=TOKENS, right=TOKENS, block_size=BLOCK_SIZES)
 def test_verified_tokens_are_whole_blocks_or_the_whole_run(
     head: list[int], left: list[int], right: list[int], block_size: int

@@ -8,6 +8,7 @@ weights or two LoRA adapters never meet.
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -73,7 +74,11 @@ class BlockChain:
 
 
 def chain(
-    root: ChainRoot, token_ids: Sequence[int], block_size: int, extras: Mapping[int, bytes] | None = None
+    root: ChainRoot,
+    token_ids: Sequence[int],
+    block_size: int,
+    extras: Mapping[int, bytes] | None = None,
+    known: bytes = b"",
 ) -> BlockChain:
     """Digests `token_ids` block by block.
 
@@ -82,24 +87,35 @@ def chain(
         token_ids: ids below 2**32, from the start of the prompt.
         block_size: tokens of one block.
         extras: per block index, what else its KV depends on (multimodal hashes and their places).
+        known: digests of these tokens' chain as far as somebody has them: they are not computed again.
     """
-    begun = blake2b(digest_size=DIGEST_BYTES, key=root.key())
-    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    previous = b""
-    digests = bytearray()
-    tail = b""
-    for start in range(0, len(token_ids), block_size):
-        tokens = min(block_size, len(token_ids) - start)
+    begun, full_blocks = _begun(root), len(token_ids) // block_size
+    done = min(len(known) // DIGEST_BYTES, full_blocks)
+    digests = [known[: done * DIGEST_BYTES]]
+    previous = digests[0][-DIGEST_BYTES:]
+    packed = struct.pack(f"<{len(token_ids) - done * block_size}I", *token_ids[done * block_size :])
+    width, length = block_size * 4, struct.pack("<I", block_size)
+    for block, start in enumerate(range(0, (full_blocks - done) * width, width), done):
         digest = begun.copy()
-        digest.update(previous + struct.pack("<I", tokens) + packed[start * 4 : (start + tokens) * 4])
+        digest.update(previous + length + packed[start : start + width])
         if extras:
-            digest.update(extras.get(start // block_size, b""))
+            digest.update(extras.get(block, b""))
         previous = digest.digest()
-        if tokens == block_size:
-            digests += previous
-        else:
-            tail = previous
-    return BlockChain(block_size, bytes(digests), len(token_ids), tail)
+        digests.append(previous)
+    tail = b""
+    if rest := len(token_ids) % block_size:
+        digest = begun.copy()
+        digest.update(previous + struct.pack("<I", rest) + packed[-rest * 4 :])
+        if extras:
+            digest.update(extras.get(full_blocks, b""))
+        tail = digest.digest()
+    return BlockChain(block_size, b"".join(digests), len(token_ids), tail)
+
+
+@lru_cache(maxsize=1024)
+def _begun(root: ChainRoot) -> blake2b:
+    """A digest keyed for a root, to be copied."""
+    return blake2b(digest_size=DIGEST_BYTES, key=root.key())
 
 
 def common_full_blocks(left: bytes, right: bytes) -> int:

@@ -91,5 +91,7 @@ def keep_value(use: LeaseUse, model: ReuseModel, cost: PrefillCost) -> float:
 
 def eviction_order(uses: Mapping[int, LeaseUse], model: ReuseModel, cost: PrefillCost) -> tuple[int, ...]:
     """Lease ids from the least to the most worth keeping; among equals the one idle for longest goes first."""
+    if len(uses) < 2:
+        return tuple(uses)
     ranked = sorted((keep_value(use, model, cost), -use.idle_s, lease_id) for lease_id, use in uses.items())
     return tuple(lease_id for _, _, lease_id in ranked)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvlease import __version__
 from kvlease.core import details
@@ -87,7 +88,7 @@ class Work:
         computed: blocks at the head that hold the KV of the prompt.
         attended: per block, what it held when it was attended to.
         states: per block that was attended to, the state after it.
-        cache_keys: the prefix cache's keys of the full blocks that were asked for so far.
+        digests: by tenant, those of the full blocks that were asked for so far.
     """
 
     request: SimRequest
@@ -103,7 +104,7 @@ class Work:
     sampled: int = 0
     attended: list[bytes] = field(default_factory=list[bytes])
     states: list[bytes] = field(default_factory=list[bytes])
-    cache_keys: list[bytes] = field(default_factory=list[bytes])
+    digests: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
 
 class Generation:
@@ -294,18 +295,16 @@ class SimEngine:
 
     def _cache_keys(self, work: Work, tokens: int) -> list[bytes]:
         """The prefix cache's keys of the full blocks among the first `tokens` tokens."""
-        blocks = tokens // self.settings.block_size
-        if blocks > len(work.cache_keys):
-            digests = self._chain(work, "", len(work.tokens)).digests
-            work.cache_keys = [
-                digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)
-            ]
-        return work.cache_keys[:blocks]
+        digests = self._chain(work, "", tokens).digests
+        return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
     def _chain(self, work: Work, tenant: str, tokens: int) -> BlockChain:
-        settings = self.settings
+        settings, known = self.settings, work.digests.get(tenant, b"")
         root = ChainRoot(tenant, settings.model, settings.weights_version, "", "", work.request.cache_salt)
-        return chain(root, work.tokens[:tokens], settings.block_size)
+        run = _chain(root, tuple(work.tokens[:tokens]), settings.block_size, known)
+        if len(run.digests) > len(known):
+            work.digests[tenant] = run.digests
+        return run
 
     async def _pin(self, work: Work) -> PinnedRead | None:
         params = work.request.params
@@ -367,10 +366,11 @@ class SimEngine:
         size, pool, model = self.settings.block_size, self.pool, self._model
         state = self._attend(work, first)
         for place in range(first, self._blocks_of(len(work.tokens))):
-            tokens = work.tokens[place * size : (place + 1) * size]
-            content = model.compute(state, tokens)
+            content = model.compute(state, work.tokens[place * size : (place + 1) * size])
             pool.write(work.blocks[place], content)
             state = model.attend(state, content)
+            work.attended.append(content)
+            work.states.append(state)
 
     def _attend(self, work: Work, blocks: int) -> bytes:
         """The state after the first blocks, from what they hold now; what is unchanged is not computed again."""
@@ -448,6 +448,12 @@ class SimEngine:
 
     def _wake(self) -> None:
         self._freed.set()
+
+
+@lru_cache(maxsize=32)
+def _chain(root: ChainRoot, token_ids: tuple[int, ...], block_size: int, known: bytes) -> BlockChain:
+    """What one of two engines that share a turn has just digested is not digested again."""
+    return chain(root, token_ids, block_size, known=known)
 
 
 def _common(left: list[bytes], right: list[bytes]) -> int:

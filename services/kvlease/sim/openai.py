@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import orjson
+
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.turn import PARAMS_KEY, TurnParams, TurnReport
 from kvlease.sim.engine import SimRequest
@@ -171,7 +173,13 @@ def _logprob(sample: Sample) -> dict[str, Any]:
 
 
 def _event(body: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    try:
+        data = orjson.dumps(body)
+    except TypeError:
+        data = json.dumps(
+            body, separators=(",", ":")
+        ).encode()  # a model's name with half of a surrogate pair
+    return b"data: " + data + b"\n\n"
 
 
 def _prompt(fields: Mapping[str, Any], *, chat: bool) -> list[int]:

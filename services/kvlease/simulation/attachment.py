@@ -14,7 +14,7 @@ from kvlease.sidecar.engine import AttachedEngine
 from kvlease.sidecar.sidecar import Sidecar
 from kvlease.sim.engine import SimEngine
 from kvlease.simulation.loop import Process
-from kvlease.simulation.network import Connection, SimNetwork, current
+from kvlease.simulation.network import Connection, SimNetwork, answered, current
 
 Answer = TypeVar("Answer")
 
@@ -175,9 +175,6 @@ class _SidecarEnd:
 
         try:
             self._connection.send(self._here, ask)
-            async with asyncio.timeout(bound_s):
-                return await future
-        except TimeoutError as error:
-            raise HolderUnreachable(f"the connector did not answer within {bound_s:g} s") from error
+            return await answered(future, "the connector", bound_s)
         finally:
             del self._open[future]

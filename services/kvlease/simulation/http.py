@@ -1,9 +1,10 @@
 """HTTP from routers to simulated engines, over the simulated network."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+
+import orjson
 
 from kvlease.core.errors import HolderUnreachable
 from kvlease.router.ports import EngineReply, LegError
@@ -32,7 +33,7 @@ class SimEngines:
         except HolderUnreachable as error:
             raise LegError("no connection", sent=False) from error
         exchange = _Exchange(self._network, connection, timeout_s)
-        there, request = connection.other(here), json.loads(body or b"{}")
+        there, request = connection.other(here), orjson.loads(body or b"{}")
         connection.send(here, lambda: exchange.begin(self._programs.engine(there), request))
         try:
             await exchange.started()
@@ -68,7 +69,7 @@ class _Exchange:
         try:
             await self._complete(engine, body)
         except PromptTooLong as error:
-            self._send("application/json", json.dumps(error_body(400, str(error))).encode(), status=400)
+            self._send("application/json", orjson.dumps(error_body(400, str(error))), status=400)
         self._connection.send(self._there, lambda: self._chunks.put_nowait(None))
 
     async def _complete(self, engine: SimEngine, body: Mapping[str, object]) -> None:
@@ -86,7 +87,7 @@ class _Exchange:
             self._send("text/event-stream", writer.last_chunk(len(samples), generation.report()))
         else:
             answer = writer.whole([(samples, generation.finish_reason)], generation.report())
-            self._send("application/json", json.dumps(answer).encode())
+            self._send("application/json", orjson.dumps(answer))
 
     def _send(self, kind: str, data: bytes, status: int = 200) -> None:
         def deliver() -> None:

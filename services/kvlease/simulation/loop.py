@@ -26,7 +26,7 @@ class SimulationStuckError(RuntimeError):
 class _Handle(asyncio.TimerHandle):
     """A callback that will run in its context, at once or in time.
 
-    A simulation makes many of these: no more is set than a loop without debugging needs.
+    A simulation makes many of these: no more is set than `VirtualLoop` needs.
 
     Attributes:
         process: whose it is, by its context.
@@ -34,25 +34,27 @@ class _Handle(asyncio.TimerHandle):
 
     __slots__ = ("process",)
 
+    _source_traceback = None
+
     def __init__(
         self,
         callback: Callable[..., object],
         args: tuple[Any, ...],
-        loop: "VirtualLoop",
         context: Context | None,
         virtual_s: float,
     ) -> None:
         if context is None:
-            context, self.process = copy_context(), CURRENT.get()
-        else:
-            self.process = context.get(CURRENT)
+            context = copy_context()
+        self.process: Process | None = context.get(CURRENT)
         self._callback = callback
         self._args = args
-        self._loop = loop
         self._context = context
         self._cancelled = False
-        self._source_traceback = None
         self._when = virtual_s
+
+    def run(self) -> None:
+        """Runs it now."""
+        self._context.run(self._callback, *self._args)
 
     def cancel(self) -> None:
         """It will not run. One that is a timer leaves the loop when its time comes."""
@@ -85,7 +87,7 @@ class Process:
 
     def now_s(self) -> float:
         """Seconds on its clock."""
-        return self.local_s(self._loop.virtual_s)
+        return self._origin_s + self.rate * self._loop.virtual_s
 
     def local_s(self, virtual_s: float) -> float:
         """What its clock shows at a virtual time."""
@@ -159,6 +161,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers_set = 0
         # asyncio refers weakly to tasks: what stands still for ever would be collected, and its `finally` run.
         self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks_max = 64
         self._world = Context()
 
     def time(self) -> float:
@@ -173,7 +176,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: Context | None = None,
     ) -> asyncio.Handle:
         """Runs a callback next, in its context's process."""
-        handle = _Handle(callback, args, self, context, self.virtual_s)
+        handle = _Handle(callback, args, context, self.virtual_s)
         self._due.append(handle)
         return handle
 
@@ -228,6 +231,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Starts a task, in its context's process."""
         task = asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
         self._tasks.append(task)
+        if len(self._tasks) >= self._tasks_max:
+            self._tasks = [known for known in self._tasks if not known.done()]
+            self._tasks_max = 2 * len(self._tasks) + 64
         return task
 
     def put_back(self, handles: "deque[_Handle]") -> None:
@@ -243,31 +249,39 @@ class VirtualLoop(asyncio.BaseEventLoop):
         args: tuple[Any, ...],
         context: Context | None,
     ) -> asyncio.TimerHandle:
-        virtual_s = max(virtual_s, self.virtual_s + TIMER_LEAST_S)
-        timer = _Handle(callback, args, self, context, virtual_s)
+        least_s = self.virtual_s + TIMER_LEAST_S
+        if virtual_s < least_s:
+            virtual_s = least_s
+        timer = _Handle(callback, args, context, virtual_s)
         self._timers_set += 1
         heappush(self._timers, (virtual_s, self._timers_set, timer))
         return timer
 
     def _run_once(self) -> None:
         """Runs all that is due, moment after moment, until the loop is to stop."""
-        due = self._due
-        while True:
-            if not due:
-                if self._stopping:  # type: ignore[attr-defined]
-                    return
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not self._due:
                 self._jump()
+            self._run_due()
+
+    def _run_due(self) -> None:
+        due = self._due
+        while due and not self._stopping:  # type: ignore[attr-defined]
             self.steps += 1
             handle = due.popleft()
-            process = handle.process
             if handle._cancelled:
-                pass
-            elif process is not None and process.stopped:
+                continue
+            process = handle.process
+            if process is not None and process.stopped:
                 process.held.append(handle)
-            else:
-                handle._run()  # pyright: ignore[reportPrivateUsage]
-            if self._stopping:  # type: ignore[attr-defined]
-                return
+                continue
+            try:
+                handle.run()
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                context = {"message": "a callback failed", "exception": error, "handle": handle}
+                self.call_exception_handler(context)
 
     def _jump(self) -> None:
         timers = self._timers
@@ -275,6 +289,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heappop(timers)
         if not timers:
             raise SimulationStuckError("nothing is ready and no timer is set")
-        self.virtual_s = max(self.virtual_s, timers[0][0])
-        while timers and timers[0][0] <= self.virtual_s:
+        now_s, _, timer = heappop(timers)
+        self.virtual_s = now_s
+        self._due.append(timer)
+        while timers and timers[0][0] <= now_s:
             self._due.append(heappop(timers)[2])

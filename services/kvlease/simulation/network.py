@@ -58,7 +58,7 @@ class SimNetwork:
         self._blocked: set[tuple[str, str]] = set()
         self._connections: dict[Connection, None] = {}
         self._started: list[Process] = []
-        self._log = blake2b(digest_size=16)
+        self._log: list[str] = []
         self.closed = False
 
     # --- processes ----------------------------------------------------------------------------------------
@@ -91,11 +91,11 @@ class SimNetwork:
 
     def note(self, happening: str) -> None:
         """Adds to the log of everything that happened."""
-        self._log.update(f"{self.loop.virtual_s!r} {happening}\n".encode())
+        self._log.append(f"{self.loop.virtual_s!r} {happening}\n")
 
     def digest(self) -> str:
         """Of the log: two runs of one seed are equal."""
-        return self._log.hexdigest()
+        return blake2b("".join(self._log).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
         """Nothing is carried any more, and dead processes may clear away what they left."""
@@ -143,11 +143,7 @@ class SimNetwork:
         self._send(caller.name, target, arrive)
         if repeats and random.random() < self._settings.repeats:
             self.loop.call_in_world(random.uniform(0.0, self._settings.repeated_s), arrive)
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await answer
-        except TimeoutError as error:
-            raise HolderUnreachable(f"{target} did not answer within {deadline_s:g} s") from error
+        return await answered(answer, target, deadline_s)
 
     def _serve(
         self,
@@ -281,7 +277,10 @@ class Connection:
                 self._break()
             elif self._open[target]:
                 network.note(f"{source.name} {target.name}")
-                target.deliver(lambda: deliver() if self._open[target] else None)
+                target.deliver(deliver if not target.stopped else late)
+
+        def late() -> object:
+            return deliver() if self._open[target] else None
 
         network.loop.call_in_world(arrives_s - now_s, arrive)
 
@@ -323,3 +322,23 @@ def current() -> Process:
     if process is None:
         raise RuntimeError("no simulated process runs here")
     return process
+
+
+async def answered(answer: "asyncio.Future[Answer]", who: str, deadline_s: float) -> Answer:
+    """An answer that comes in time.
+
+    Raises:
+        HolderUnreachable: it did not come within `deadline_s`, by the clock of the current process.
+    """
+    loop = answer.get_loop()
+
+    def give_up() -> None:
+        if not answer.done():
+            answer.set_exception(HolderUnreachable(f"{who} did not answer within {deadline_s:g} s"))
+            answer.exception()
+
+    timer = loop.call_at(loop.time() + deadline_s, give_up)
+    try:
+        return await answer
+    finally:
+        timer.cancel()

@@ -72,9 +72,8 @@ class RunResult:
 
 def simulate(settings: WorldSettings) -> RunResult:
     """Runs one seed in virtual time."""
-    loop = VirtualLoop()
-    with _no_collection(), asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(_simulate(settings, loop))
+    with _no_collection():
+        return _run(settings)
 
 
 @contextmanager
@@ -85,8 +84,15 @@ def _no_collection() -> Generator[None]:
     try:
         yield
     finally:
+        gc.collect(0)
         if collects:
             gc.enable()
+
+
+def _run(settings: WorldSettings) -> RunResult:
+    loop = VirtualLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(_simulate(settings, loop))
 
 
 async def _simulate(settings: WorldSettings, loop: VirtualLoop) -> RunResult:

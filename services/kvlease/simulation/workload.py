@@ -1,11 +1,13 @@
 """Clients that hold conversations, and know what every answer must be."""
 
 import asyncio
-import json
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from typing import Any
+
+import orjson
 
 from kvlease.core.conversation import tenant_digest
 from kvlease.router.bodies import Api, parse_turn
@@ -38,21 +40,28 @@ _WORDS = (
 )
 
 
+_MODEL = SimModel(MODEL)
+
+
 def cold_reply(token_ids: Sequence[int], max_tokens: int, block_size: int) -> list[Sample]:
     """What a fresh engine answers to a prompt: the model alone, without blocks or leases."""
-    model, tokens = SimModel(MODEL), list(token_ids)
+    tokens = bytearray(token_ids)
     samples: list[Sample] = []
-    state, done = model.start(), 0
+    state, done = _MODEL.start(), 0
     for _ in range(max_tokens):
         while len(tokens) - done >= block_size:
-            block = tokens[done : done + block_size]
-            state = model.attend(state, model.compute(state, block))
+            state = _after(state, bytes(tokens[done : done + block_size]))
             done += block_size
-        rest = tokens[done:]
-        sample = model.sample(model.attend(state, model.compute(state, rest)) if rest else state)
+        sample = _MODEL.sample(_after(state, bytes(tokens[done:])) if len(tokens) > done else state)
         samples.append(sample)
         tokens.append(sample.token_id)
     return samples
+
+
+@lru_cache(maxsize=16_384)
+def _after(state: bytes, tokens: bytes) -> bytes:
+    """The state after some tokens, one byte each. A conversation's next turn begins with those of the turn before."""
+    return _MODEL.attend(state, _MODEL.compute(state, tokens))
 
 
 @dataclass
@@ -81,7 +90,7 @@ class RecordingClient:
         """Tokens and their logprobs; None when the answer is an error or not whole."""
         if self.status != 200:
             return None
-        bodies = _events(self.data) if self.data.startswith(b"data:") else [json.loads(self.data)]
+        bodies = _events(self.data) if self.data.startswith(b"data:") else [orjson.loads(self.data)]
         if bodies is None or any("error" in body for body in bodies):
             return None
         contents = [choice["logprobs"]["content"] for body in bodies for choice in body["choices"]]
@@ -133,7 +142,7 @@ class Clients:
             "logprobs": True,
             "stream": ask.stream,
         }
-        request = parse_turn(Api.CHAT, json.dumps(body).encode(), tenant, ask.conversation_id)
+        request = parse_turn(Api.CHAT, orjson.dumps(body), tenant, ask.conversation_id)
         request_id = f"{ask.conversation_id}-{len(ask.messages)}"
         client, process = RecordingClient(), world.network.processes.get(router)
         tally.turns += 1
@@ -254,4 +263,4 @@ def _events(data: bytes) -> list[Any] | None:
     lines = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
     if not lines or lines[-1] != b"[DONE]":
         return None
-    return [json.loads(line) for line in lines[:-1]]
+    return [orjson.loads(line) for line in lines[:-1]]
