@@ -86,11 +86,14 @@ class StubRenewals:
     def __init__(self, registry: StubRegistry) -> None:
         self._registry = registry
         self._acks: asyncio.Queue[BeatAck] = asyncio.Queue()
+        self._session: set[int] = set()
 
     async def send(self, beat: Beat) -> None:
         self._registry.beats.append(beat)
-        told = {i for engine in beat.engines.values() for i in engine.added_lease_ids}
-        misses = {i: reason for i, reason in self._registry.misses.items() if i in told}
+        for engine in beat.engines.values():
+            self._session |= set(engine.added_lease_ids)
+            self._session -= set(engine.dropped_lease_ids)
+        misses = {i: reason for i, reason in self._registry.misses.items() if i in self._session}
         self._acks.put_nowait(BeatAck(beat.sequence, misses))
 
     async def acks(self) -> AsyncIterator[BeatAck]:

@@ -9,6 +9,7 @@ from kvlease.core.renewal import Beat, Belief, RenewalPolicy, RenewalTable
 
 POLICY = RenewalPolicy()
 LEASES = range(1, 5)
+HOLDERS = st.sampled_from(["answers", "is silent", "is out of reach"])
 
 
 class Heartbeats(RuleBasedStateMachine):
@@ -51,8 +52,8 @@ class Heartbeats(RuleBasedStateMachine):
         self.beats.append(self.table.beat(self.now_s))
 
     @precondition(lambda self: self.beats)
-    @rule()
-    def deliver(self) -> None:
+    @rule(holder=HOLDERS)
+    def deliver(self, holder: str = "answers") -> None:
         beat = self.beats.pop(0)
         if beat.full:
             self.session, self.epoch = set(), beat.epoch
@@ -62,10 +63,15 @@ class Heartbeats(RuleBasedStateMachine):
         for delta in beat.engines.values():
             self.session |= set(delta.added_lease_ids)
             self.session -= set(delta.dropped_lease_ids)
+        if holder == "is out of reach":
+            self.acks.append((beat.sequence, dict.fromkeys(self.session, MissReason.UNREACHABLE)))
+            return
         misses = {i: MissReason.EXPIRED for i in self.session if self.deadlines.get(i, 0.0) <= self.now_s}
         self.session -= set(misses)
         for lease_id in self.session:
             self.deadlines[lease_id] = max(self.deadlines[lease_id], self.now_s + POLICY.duration_s)
+        if holder == "is silent":
+            misses = dict.fromkeys(self.session, MissReason.UNREACHABLE) | misses
         self.acks.append((beat.sequence, misses))
 
     @precondition(lambda self: self.acks)
@@ -74,13 +80,13 @@ class Heartbeats(RuleBasedStateMachine):
         sequence, misses = self.acks.pop(0)
         self.table.ack(self.now_s, sequence, misses)
 
-    @rule(there_s=st.sampled_from([0.0, 3.0]), back_s=st.sampled_from([0.0, 9.0]))
-    def exchange(self, there_s: float, back_s: float) -> None:
+    @rule(there_s=st.sampled_from([0.0, 3.0]), back_s=st.sampled_from([0.0, 9.0]), holder=HOLDERS)
+    def exchange(self, there_s: float, back_s: float, holder: str) -> None:
         """Sends a beat, and lets everything in flight arrive and be answered."""
         self.send()
         self.now_s += there_s
         while self.beats:
-            self.deliver()
+            self.deliver(holder)
         self.now_s += back_s
         while self.acks:
             self.acknowledge()

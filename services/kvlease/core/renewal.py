@@ -145,7 +145,6 @@ class RenewalTable:
         self._leases: dict[int, _Lease] = {}
         self._pins: dict[str, str] = {}
         self._told_leases: dict[int, str] = {}
-        self._doubtful: dict[int, str] = {}
         self._told_pins: dict[str, str] = {}
         self._sent_s: dict[int, float] = {}
         # A beat looks at leases that something happened to, and at those whose gap ends: not at all of them.
@@ -260,7 +259,6 @@ class RenewalTable:
         if full:
             self._told_leases.clear()
             self._told_pins.clear()
-            self._doubtful.clear()
             self._touched.update(self._leases)
         changes: dict[str, _Changes] = {}
         self._change_leases(now_s, changes)
@@ -300,16 +298,15 @@ class RenewalTable:
     # --- inside -------------------------------------------------------------------------------------------
 
     def _missed(self, now_s: float, lease_id: int, reason: MissReason) -> bool:
-        """Whether the lease is asked for again.
+        """Whether the lease is asked for again soon.
 
         Its grant may be later than the end of the turn that we saw.
         """
-        engine_id = self._untell(lease_id)
         passing = reason in (MissReason.UNKNOWN, MissReason.UNREACHABLE)
-        if engine_id is not None and passing:
-            # The registry goes on asking for what may only be late or out of reach.
-            self._doubtful[lease_id] = engine_id
-        self._touched.add(lease_id)
+        if passing:
+            self._doubt(lease_id)
+        else:
+            self._untell(lease_id)
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -319,6 +316,7 @@ class RenewalTable:
             return True
         if reason is not MissReason.UNREACHABLE:
             lease.miss = reason
+            self._touched.add(lease_id)
         return False
 
     def _bounded_gap_s(self, gap_s: float) -> float:
@@ -344,6 +342,16 @@ class RenewalTable:
             lease.sequence = None
         return self._told_leases.pop(lease_id, None)
 
+    def _doubt(self, lease_id: int) -> None:
+        """What is late or out of reach may come: the registry goes on asking for it with every beat, untold.
+
+        What was believed of the lease so far stays, and the next beat is the first that may add to it.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.held_until_s = self._held_until_s(lease_id, lease)
+            lease.sequence = self._sequence + 1
+
     def _end_gaps(self, now_s: float) -> None:
         """Looks at leases whose gap has ended, and forgets them when nobody may use them again.
 
@@ -366,7 +374,6 @@ class RenewalTable:
         for lease_id in sorted(touched):
             lease = self._leases.get(lease_id)
             live = lease is not None and lease.live(now_s)
-            doubtful = self._doubtful.pop(lease_id, None)
             if lease is not None and live and lease_id not in self._told_leases:
                 changes.setdefault(lease.engine_id, _Changes()).added_leases.append(lease_id)
                 self._told_leases[lease_id] = lease.engine_id
@@ -374,8 +381,6 @@ class RenewalTable:
             elif not live and lease_id in self._told_leases:
                 engine_id = self._untell(lease_id) or ""
                 changes.setdefault(engine_id, _Changes()).dropped_leases.append(lease_id)
-            elif not live and doubtful is not None:
-                changes.setdefault(doubtful, _Changes()).dropped_leases.append(lease_id)
 
     def _change_pins(self, changes: dict[str, _Changes]) -> None:
         for pin_id, engine_id in self._pins.items():
