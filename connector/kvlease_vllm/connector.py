@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
-from kvlease_vllm.block_layout import prefer_layers_together
+from kvlease_vllm.block_layout import pack_layers, prefer_layers_together
 from kvlease_vllm.metadata import KvleaseMetadata
 from kvlease_vllm.scheduler import SchedulerHalf
 from kvlease_vllm.seams import (
@@ -74,6 +74,11 @@ class KvleaseConnector(NixlConnector):
             )
         else:
             check_worker(self.connector_worker, vllm_version)
+            if getattr(self, "prefer_cross_layer_blocks", False) and vllm_config.use_v2_model_runner:
+                worker = self.connector_worker
+                pack_layers(
+                    kv_cache_config, worker.backend_name, worker._physical_blocks_per_logical_kv_block
+                )
             self._worker_half = WorkerHalf(self.connector_worker)
             self._warming = Warming(
                 settings.socket_dir,

@@ -1,5 +1,6 @@
 """Settings, quarantine, notes and digests of the connector."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ from tests.connector.fake_pool import FakePool
 
 from kvlease.core.digests import ChainRoot
 from kvlease.core.errors import InvalidArgument
-from kvlease_vllm.block_layout import layout_factors, prefer_layers_together
+from kvlease_vllm.block_layout import layout_factors, pack_layers, prefer_layers_together
 from kvlease_vllm.chain import can_verify, request_chain, request_root
 from kvlease_vllm.notifications import drop_own_notifications
 from kvlease_vllm.quarantine import Quarantine
@@ -70,6 +71,51 @@ def test_layers_lie_together_unless_an_operator_or_the_model_says_otherwise() ->
     hybrid: dict[str, Any] = {}
     prefer_layers_together(hybrid, cache_of(2))
     assert hybrid == {}
+
+
+@dataclass
+class Tensor:
+    """The part of vLLM 0.26's plan of a cache that the connector changes."""
+
+    size: int
+    shared_by: list[str]
+    offset: int = 0
+    block_stride: int = 0
+
+
+def plan_of(*tensors: Tensor, num_blocks: int = 5) -> Any:
+    return SimpleNamespace(kv_cache_tensors=list(tensors), num_blocks=num_blocks)
+
+
+def test_packed_layers_share_every_block_and_none_overlaps_another() -> None:
+    plan = plan_of(*[Tensor(500, [f"layer.{number}"]) for number in range(3)])
+    assert pack_layers(plan, "FLASH_ATTN", 1)
+    assert [tensor.shared_by for tensor in plan.kv_cache_tensors] == [["layer.0"], ["layer.1"], ["layer.2"]]
+    pages = [
+        range(block * tensor.block_stride + tensor.offset, block * tensor.block_stride + tensor.offset + 100)
+        for tensor in plan.kv_cache_tensors
+        for block in range(5)
+    ]
+    assert sorted(number for page in pages for number in page) == list(range(1500))
+    assert {tensor.size for tensor in plan.kv_cache_tensors} == {1500}
+
+
+@pytest.mark.parametrize(
+    ("plan", "backend", "blocks_per_block"),
+    [
+        (plan_of(Tensor(500, ["a"]), Tensor(400, ["b"])), "FLASH_ATTN", 1),
+        (plan_of(Tensor(500, ["a", "b"]), Tensor(500, ["c", "d"])), "FLASH_ATTN", 1),
+        (plan_of(Tensor(500, ["a"], 0, 200), Tensor(500, ["b"], 100, 200)), "FLASH_ATTN", 1),
+        (plan_of(Tensor(501, ["a"]), Tensor(501, ["b"])), "FLASH_ATTN", 1),
+        (plan_of(Tensor(500, ["a"])), "FLASH_ATTN", 1),
+        (plan_of(Tensor(500, ["a"]), Tensor(500, ["b"])), "FLASHINFER", 1),
+        (plan_of(Tensor(500, ["a"]), Tensor(500, ["b"])), "FLASH_ATTN", 2),
+    ],
+)
+def test_a_plan_that_cannot_be_packed_stays_as_it_is(plan: Any, backend: str, blocks_per_block: int) -> None:
+    before = list(plan.kv_cache_tensors)
+    assert not pack_layers(plan, backend, blocks_per_block)
+    assert plan.kv_cache_tensors == before
 
 
 def test_engines_whose_blocks_lie_differently_do_not_agree() -> None:

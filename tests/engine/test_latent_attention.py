@@ -44,13 +44,14 @@ async def begins_like_a_cold_run(pair: Pair, history: list[Message], reply: Comp
 async def test_a_second_turn_reads_back_what_it_shares_and_begins_like_a_cold_run(
     pair: Pair, opening: str
 ) -> None:
-    name = "latent"
+    name = f"latent {opening}"
     history: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
     first = await pair.turn(history, name)
     assert await begins_like_a_cold_run(pair, history, first.reply)
     kept = await pair.tokens(history) + first.reply.token_ids
     history += [{"role": "assistant", "content": first.reply.text}, {"role": "user", "content": THIRD}]
     history[1]["content"] = opening
+    await pair.reset_cache(EngineRole.PREFILL)  # What is reused comes from the decode engine.
     second = await pair.turn(history, name)
     prompt = await pair.tokens(history)
     shared = min(common_tokens(kept[:-1], prompt), len(prompt) - 1) // BLOCK * BLOCK
