@@ -181,3 +181,85 @@ def test_usage_that_was_asked_for_passes() -> None:
     cleaner = StreamCleaner(ChoicesReader(1), SHOWS_USAGE)
     raw = event({"choices": [], "usage": {"prompt_tokens": 3}})
     assert cleaner.take(raw) == raw
+
+
+TEXTS = st.text(max_size=8) | st.sampled_from(
+    ['"', "\\", 'a","content":"b', "\n", "another text", "\ud83d", "\u00e9\u2028", "</s>"]
+)
+RAW = st.sampled_from(
+    [b'a","content":"b', b"a\nb", b"a\rb", b"\xff", b'\\"', b"\\", b'"', b"\\ud83d", b'"}]} {"']
+)
+
+
+BESIDE: list[dict[str, Any]] = [
+    {},
+    {"content": "x"},
+    {"text": "another text"},
+    {"usage": None},
+    {"created": 1 << 70},
+]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[bytes]:
+    """Events of which most differ in their text only, as engines write them or as nobody should."""
+    fixed = draw(
+        st.sampled_from(
+            [{}, {"content": "x"}, {"text": "another text"}, {"usage": None}, {"created": 1 << 70}]
+        )
+    )
+    plain = draw(st.booleans())
+    events: list[bytes] = []
+    for text in draw(st.lists(TEXTS, max_size=8)):
+        kind = draw(
+            st.sampled_from(["chat", "chat", "chat", "completion", "other", "finish", "call", "failed"])
+        )
+        said: dict[str, Any] = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+        if kind == "completion":
+            said = {"index": 0, "text": text, "finish_reason": None}
+        elif kind == "other":
+            said["index"] = 1
+        elif kind == "finish":
+            said["finish_reason"] = "stop"
+        elif kind == "call":
+            said["delta"]["tool_calls"] = [
+                {"index": 0, "id": "c", "function": {"name": "f", "arguments": text}}
+            ]
+        elif kind == "failed":
+            said["finish_reason"] = "error"
+        whole = json.dumps({"id": "1", **fixed, "choices": [said]}, ensure_ascii=plain).encode(
+            errors="surrogatepass"
+        )
+        events.append(b"data: " + whole + b"\n\n")
+    if events:
+        torn = events[0].partition(b'"content": "')
+        events += [torn[0] + torn[1] + raw + b'"' + torn[2].partition(b'"')[2] for raw in draw(st.lists(RAW))]
+    return draw(st.permutations(events))
+
+
+@given(streams())
+def test_events_alike_are_passed_and_read_as_if_each_was_the_first(events: list[bytes]) -> None:
+    dialect = ChoicesDialect(Api.CHAT, {"stream": True, "stream_options": {"include_usage": True}, "n": 2})
+    one, other = dialect.reader(), dialect.reader()
+    cleaner = StreamCleaner(one, dialect)
+    for event in [*events, *events]:
+        assert cleaner.take(event) == StreamCleaner(other, dialect).take(event)
+        assert (one.reply(), one.failed, one.finished_well, one.awaits_tools) == (
+            other.reply(),
+            other.failed,
+            other.finished_well,
+            other.awaits_tools,
+        )
+
+
+def test_of_events_alike_only_the_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = ChoicesReader(choices=1)
+    cleaner = StreamCleaner(reader, SHOWS_USAGE)
+    cleaner.take(event({"choices": [choice(role="assistant", content="")]}))
+    cleaner.take(event({"choices": [choice(content="a")]}))
+    with monkeypatch.context() as patched:
+        patched.delattr(ChoicesReader, "read")
+        for text in ("b", 'c"', "\u00e9\n"):
+            cleaner.take(event({"choices": [choice(content=text)]}))
+    cleaner.take(event({"choices": [choice(finish="stop")]}))
+    assert (reader.reply().text, reader.finished_well) == ('abc"\u00e9\n', True)

@@ -164,7 +164,9 @@ class DecodeLeg:
             turn.loose_pins.pop(handover.pin_id, None)
         turn.decode_begun_s = services.clock.now_s()
         try:
-            with services.engines.running(engine_id), turn.until_first_byte as load:
+            tokens = turn.signals.prompt_tokens if turn.signals is not None else 0
+            occupying = services.engines.loads.occupying(engine_id, tokens)
+            with services.engines.running(engine_id), occupying, turn.until_first_byte as load:
                 if not turn.answered:  # the first byte of the rest of a stream would not end the count
                     self._count(load, turn, engine_id, handover)
                 async with services.engine_port.call("POST", url, headers, body, timeout_s) as reply:

@@ -7,10 +7,10 @@ the engine that renders a request itself gives both legs the same prompt.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import orjson
 
@@ -42,6 +42,19 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+
+
+class TextPlace(NamedTuple):
+    """Where a chunk holds its text, which is all that a reader learns of it.
+
+    Attributes:
+        fields: the object in the chunk that holds it, under `name`.
+        add: takes such a text as reading the chunk does.
+    """
+
+    fields: dict[str, Any]
+    name: str
+    add: Callable[[str], None]
 
 
 class ReplyReader(Protocol):
@@ -85,6 +98,10 @@ class ReplyReader(Protocol):
         """Takes a chunk of a stream, or a whole answer."""
         ...
 
+    def text_place(self, chunk: dict[str, Any]) -> TextPlace | None:
+        """Where a chunk holds its text when reading it learns nothing else, whatever that text is; else None."""
+        ...
+
 
 class Dialect(Protocol):
     """One request in the terms of its API."""
@@ -120,7 +137,7 @@ class Dialect(Protocol):
     def clean(self, chunk: dict[str, Any], *, streamed: bool) -> dict[str, Any] | None:
         """A chunk, or a whole answer, as the client gets it.
 
-        The same object when nothing in it is the router's; None when the client gets nothing.
+        The same object when nothing in it is the router's, whatever its text is; None when the client gets nothing.
         """
         ...
 

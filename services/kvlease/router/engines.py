@@ -217,6 +217,8 @@ class EngineTable:
             registered=registered,
             draining=engine.draining,
             full=load.full,
+            running_tokens=load.running_tokens,
+            kv_tokens=engine.total_blocks * engine.layout.block_size,
             warmth=load.warmth,
             backlog_tokens=load.backlog_tokens,
             cached_tokens=cached_tokens.get(engine_id, 0),

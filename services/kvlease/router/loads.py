@@ -24,6 +24,9 @@ ALWAYS_S = float("-inf")
 WARMTH_MIN = 0.1
 """The share of an engine that joins this moment: it needs turns to show what it can."""
 
+REPLY_TOKENS = 256
+"""What a reply is thought to need of an engine's KV; so turns count whose prompts are not known."""
+
 READ_COUNTED_S = 2.0
 """A READ counts for at most so long: nobody tells a router when one has ended, only that the answer has come. The
 longest one measured takes 2 s for 128k tokens, and an answer that is no stream may take minutes."""
@@ -51,6 +54,7 @@ class EngineLoad(NamedTuple):
 
     full: bool
     warmth: float
+    running_tokens: int
     backlog_tokens: int
     held_tokens: int
     reads: int
@@ -67,6 +71,7 @@ class EngineLoads:
         self._meters: dict[str, ServiceMeter] = {}
         self._prefixes = PrefixMemory()
         self._backlog: Counter[str] = Counter()
+        self._occupied: Counter[str] = Counter()
         self._reads = _ReadsInFlight(clock)
         self._joined_s: dict[str, float] = {}
         self._held: Counter[str] = Counter()
@@ -100,6 +105,10 @@ class EngineLoads:
                 self._held[record.holder.engine_id] += record.tokens
 
     # --- legs ---------------------------------------------------------------------------------------------
+
+    def occupying(self, engine_id: str, tokens: int) -> AbstractContextManager[None]:
+        """A turn with a prompt of so many tokens, as far as is known, is in flight at a decode engine."""
+        return Counted(self._occupied, engine_id, tokens + REPLY_TOKENS)
 
     def computing(self, engine_id: str, tokens: int) -> AbstractContextManager[None]:
         """A prompt of so many tokens, as far as is known, is the engine's to compute."""
@@ -163,6 +172,7 @@ class EngineLoads:
         return EngineLoad(
             full=0 < inflight_max * warmth <= running,
             warmth=warmth,
+            running_tokens=self._occupied.get(engine_id, 0),
             backlog_tokens=self._backlog.get(engine_id, 0),
             held_tokens=self._held.get(engine_id, 0),
             reads=self._reads.count(engine_id),

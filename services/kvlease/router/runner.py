@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvlease.core.planning import PlanReason, TurnSignals, plan
+from kvlease.core.planning import PlanReason, TurnSignals, plan, with_decode_anew
 from kvlease.core.records import EngineRole
 from kvlease.core.reuse_rules import ReuseMode
 from kvlease.router.admission import Overloaded
@@ -31,6 +31,9 @@ from kvlease.router.unserved import NONE_REGISTERED, Unserved, unserved
 from kvlease.wire import attributes
 
 log = logging.getLogger(__name__)
+
+ANEW_AFTER_S = 0.1
+"""A prefill leg that took less has changed little at decode engines."""
 
 
 class TurnRunner:
@@ -128,7 +131,16 @@ class TurnRunner:
                 await refused(turn, outcome)
                 return
             handover = outcome
+            self._choose_decode_anew(turn)
         await self._decode.run(turn, handover)
+
+    def _choose_decode_anew(self, turn: Turn) -> None:
+        """The prompt is computed: where that took a while, the decode engine is the one that is best by now."""
+        services, signals = self._services, turn.signals
+        if signals is None or services.clock.now_s() - turn.started_s < ANEW_AFTER_S:
+            return
+        engines = services.engines.signals(turn.request.model)
+        turn.plan = with_decode_anew(turn.plan, signals, engines)
 
     def _close(self, turn: Turn) -> None:
         services, record = self._services, turn.record

@@ -1,10 +1,20 @@
 """Server-sent events on their way from an engine to a client: split, understood, cleaned of what is ours."""
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from kvlease.router.dialect import Dialect, ReplyReader, count_of, encode_answer, mapping, parse_engine_json
+from orjson import JSONDecodeError, loads
+
+from kvlease.router.dialect import (
+    Dialect,
+    ReplyReader,
+    count_of,
+    encode_answer,
+    mapping,
+    parse_engine_json,
+)
 from kvlease.router.ports import LegError
 
 EVENT_BYTES_MAX = 8 << 20
@@ -12,6 +22,13 @@ DONE = b"[DONE]"
 DATA = b"data: "
 BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 BLANK_LINE_BYTES_MAX = 4
+
+TEXT_LITERAL = re.compile(rb'"(?:content|text)"\s*:\s*("(?:[^"\\]|\\.)*")')
+"""A text under its name in JSON, in quotes."""
+
+OTHER_TEXT = "another text"
+SHAPES_MAX = 4
+"""Shapes that are learnt in a stream: the first event often differs from the others."""
 
 
 class EventSplitter:
@@ -48,8 +65,23 @@ class EventSplitter:
         return self._rest
 
 
+class _Shape(NamedTuple):
+    """What events have in common that differ in a text only: all before its first character, and all after its last.
+
+    Attributes:
+        add: takes the text of another one.
+    """
+
+    head: bytes
+    tail: bytes
+    add: Callable[[str], None]
+
+
 class StreamCleaner:
     """Passes an engine's events to a client, as they are unless something in them is the router's.
+
+    Most events of a stream differ in their text only. Once one of them was read in full, of its likes no more is
+    read than the text.
 
     Attributes:
         done: set by the event that ends the stream.
@@ -59,11 +91,24 @@ class StreamCleaner:
     def __init__(self, reader: ReplyReader, dialect: Dialect) -> None:
         self._reader = reader
         self._dialect = dialect
+        self._shape: _Shape | None = None
+        self._shapes_left = SHAPES_MAX
         self.done = False
         self.error_status = 0
 
     def take(self, event: bytes) -> bytes:
         """Reads one event and says what the client gets of it: nothing when it was ours."""
+        shape = self._shape
+        if shape is not None and event.startswith(shape.head) and event.endswith(shape.tail):
+            try:
+                text = loads(event[len(shape.head) - 1 : len(event) - len(shape.tail) + 1])
+            except JSONDecodeError:
+                return self._take(event)  # a quote or the end of a line in it, or bytes that are no UTF-8
+            shape.add(text)
+            return event
+        return self._take(event)
+
+    def _take(self, event: bytes) -> bytes:
         payload = _payload(event)
         if payload is None:
             return event
@@ -84,8 +129,37 @@ class StreamCleaner:
             self.error_status = count_of(mapping(fields.get("error")).get("code")) or self.error_status
         kept = self._dialect.clean(fields, streamed=True)
         if kept is fields:
+            if self._shapes_left:
+                self._learn(event, fields)
             return event
         return b"" if kept is None else _with_payload(event, encode_answer(kept))
+
+    def _learn(self, event: bytes, chunk: dict[str, Any]) -> None:
+        """Takes the shape of an event that was passed on as it is, if it has one."""
+        place = self._reader.text_place(chunk)
+        if place is None or place.fields[place.name] in ("", OTHER_TEXT):
+            return
+        self._shapes_left -= 1
+        for literal in TEXT_LITERAL.finditer(event):
+            shape = _Shape(event[: literal.start(1) + 1], event[literal.end(1) - 1 :], place.add)
+            if self._fits(shape):
+                self._shape = shape
+                return
+
+    def _fits(self, shape: _Shape) -> bool:
+        """Whether it is the text that differs: one that was not there is found where the chunk's own text was.
+
+        Then any other text, in quotes of its own, differs as this one does.
+        """
+        payload = _payload(shape.head + OTHER_TEXT.encode() + shape.tail)
+        try:
+            other: object = None if payload is None else parse_engine_json(payload)
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(other, dict):
+            return False
+        found = self._reader.text_place(cast("dict[str, Any]", other))
+        return found is not None and found.fields[found.name] == OTHER_TEXT
 
 
 def _payload(event: bytes) -> bytes | None:

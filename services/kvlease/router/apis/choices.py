@@ -8,6 +8,7 @@ from kvlease.core.conversation import Reply, Transcript, message_transcript, pro
 from kvlease.router.dialect import (
     Api,
     ReplyReader,
+    TextPlace,
     Usage,
     cached_at_most,
     count_of,
@@ -169,6 +170,22 @@ class ChoicesReader:
         for choice in cast("list[object]", choices) if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 self._read_choice(cast("dict[str, Any]", choice))
+
+    def text_place(self, chunk: dict[str, Any]) -> TextPlace | None:
+        """That of a chunk in which the first choice goes on, and nothing else happens."""
+        choices = objects(chunk.get("choices"))
+        if len(choices) != 1 or chunk.get("error") or chunk.get("usage") is not None:
+            return None
+        choice = choices[0]
+        if type(choice.get("index")) is not int or choice["index"] != 0 or choice.get("finish_reason"):
+            return None
+        said = choice.get("delta") or choice.get("message")
+        fields, name = (
+            (cast("dict[str, Any]", said), "content") if isinstance(said, dict) else (choice, "text")
+        )
+        if not isinstance(fields.get(name), str) or fields.get("tool_calls") is not None:
+            return None
+        return TextPlace(fields, name, self._texts.append)
 
     def _read_usage(self, value: object) -> None:
         if not isinstance(value, dict):

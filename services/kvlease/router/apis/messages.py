@@ -12,6 +12,7 @@ from typing import Any
 from kvlease.core.conversation import Reply, Transcript, message_transcript
 from kvlease.router.dialect import (
     ReplyReader,
+    TextPlace,
     Usage,
     cached_at_most,
     count_of,
@@ -126,6 +127,10 @@ class MessageReader:
             elif block.kind == "tool_use":
                 calls.append(_call(block.call_id, block.name, "".join(block.parts) or "{}"))
         return Reply("".join(texts), tuple(calls))
+
+    def text_place(self, chunk: dict[str, Any]) -> TextPlace | None:
+        """None: the events of this API are read one by one."""
+        return None
 
     def read(self, answer: dict[str, Any]) -> None:
         """Takes an event of a stream, or a whole message."""

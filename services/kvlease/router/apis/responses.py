@@ -11,6 +11,7 @@ from kvlease.core.conversation import Reply, Transcript, message_transcript
 from kvlease.core.errors import InvalidArgument
 from kvlease.router.dialect import (
     ReplyReader,
+    TextPlace,
     Usage,
     cached_at_most,
     count_of,
@@ -144,6 +145,10 @@ class ResponseReader:
         if not said:
             return Reply()
         return Reply(text_of(said[-1]["content"]), tuple(objects(said[-1].get("tool_calls"))))
+
+    def text_place(self, chunk: dict[str, Any]) -> TextPlace | None:
+        """None: the events of this API are read one by one."""
+        return None
 
     def read(self, answer: dict[str, Any]) -> None:
         """Takes an event of a stream, or a whole response."""
