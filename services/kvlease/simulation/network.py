@@ -5,6 +5,7 @@ of it is lost; each end learns of that in its own time.
 """
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,8 @@ class SimNetwork:
         self._blocked: set[tuple[str, str]] = set()
         self._connections: dict[Connection, None] = {}
         self._started: list[Process] = []
-        self._log: list[str] = []
+        self._happened_s = array("d")
+        self._happenings: list[str] = []
         self.closed = False
 
     # --- processes ----------------------------------------------------------------------------------------
@@ -91,11 +93,14 @@ class SimNetwork:
 
     def note(self, happening: str) -> None:
         """Adds to the log of everything that happened."""
-        self._log.append(f"{self.loop.virtual_s!r} {happening}\n")
+        self._happened_s.append(self.loop.virtual_s)
+        self._happenings.append(happening)
 
     def digest(self) -> str:
         """Of the log: two runs of one seed are equal."""
-        return blake2b("".join(self._log).encode(), digest_size=16).hexdigest()
+        digest = blake2b(self._happened_s.tobytes(), digest_size=16)
+        digest.update("\n".join(self._happenings).encode())
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Nothing is carried any more, and dead processes may clear away what they left."""
