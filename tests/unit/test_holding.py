@@ -137,6 +137,16 @@ def test_pins_and_renewals_of_one_lease_leave_no_moments_behind_in_the_queue() -
     assert state_of(holds, 1) is LeaseState.HELD
 
 
+def test_leases_that_expire_are_not_stranded_behind_an_older_one_that_is_renewed() -> None:
+    holds = table()
+    for lease_id in range(1, 12):
+        holds.grant(0.0, conversation(lease_id), 20.0, provisional=False)
+    assert holds.renew(19.0, [1], 20.0) == {}
+    holds.advance(20.0)
+    assert sorted(ended_ids(holds)) == list(range(2, 12))
+    assert state_of(holds, 1) is LeaseState.HELD
+
+
 def test_a_provisional_lease_supersedes_only_once_it_is_confirmed() -> None:
     holds = table()
     holds.grant(0.0, conversation(1), 20.0, provisional=False)
