@@ -1,15 +1,18 @@
 """Once every rate has been measured, predicted times choose the path."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from kvlease.core.decisions import Decision
+from kvlease.core.records import Engine, EngineRole
 from kvlease.core.turn import TurnReport
 from stubs.engines import Received, StubEngine
-from stubs.router import FIRST, LONG, Stack, said
+from stubs.router import FIRST, LONG, Stack, orders, said
+from stubs.waiting import eventually
 
 
 @pytest.fixture
@@ -70,3 +73,65 @@ async def test_what_a_decode_engine_reads_or_computes_counts_until_its_first_byt
         await turn
         assert await loads() == dict.fromkeys(expected, (0, False))
         messages = said(messages, "hello", text)
+
+
+async def test_a_prompt_that_is_computed_is_handed_to_the_engine_with_most_room_by_then(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlease.router.runner.ANEW_AFTER_S", 0.0)
+    other = await stack.add(StubEngine("decode-2", EngineRole.DECODE))
+    computed, decoded = asyncio.Event(), asyncio.Event()
+
+    async def compute(request: web.Request, received: Received) -> web.StreamResponse:
+        if received.body["messages"] == FIRST:
+            await computed.wait()
+        return await prefill.answer(request, received)
+
+    async def decode_when_told(request: web.Request, received: Received) -> web.StreamResponse:
+        await decoded.wait()
+        return await decode.answer(request, received)
+
+    prefill.script, decode.script = compute, decode_when_told
+    waits = asyncio.create_task(stack.chat(FIRST))
+    await eventually(lambda: len(prefill.received) == 1)
+    longer = asyncio.create_task(stack.chat([{"role": "user", "content": LONG}]))
+    await eventually(lambda: len(decode.received) == 1)
+    computed.set()
+    assert (await waits).status == 200
+    assert [received.body["messages"] for received in other.received] == [FIRST]
+    decoded.set()
+    await longer
+
+
+class Roomy(StubEngine):
+    """Says how much KV it has room for."""
+
+    @property
+    def engine(self) -> Engine:
+        return replace(super().engine, total_blocks=10_000)
+
+
+async def test_a_decode_engine_computes_a_prompt_alone_while_the_prefill_engine_has_long_ones_to_compute(
+    stack: Stack, prefill: StubEngine
+) -> None:
+    decode = await stack.add(Roomy("decode-1", EngineRole.DECODE))
+    assert (await stack.chat(FIRST)).route == "recompute; first_turn"
+    computed = asyncio.Event()
+
+    async def compute(request: web.Request, received: Received) -> web.StreamResponse:
+        await computed.wait()
+        return await prefill.answer(request, received)
+
+    prefill.script = compute
+    queued = [
+        asyncio.create_task(stack.chat([{"role": "user", "content": f"{number} {LONG}"}]))
+        for number in range(2)
+    ]
+    await eventually(lambda: len(prefill.received) == 3)
+    alone = await stack.chat(FIRST)
+    assert (alone.status, alone.route) == (200, "recompute; prefill_overloaded")
+    assert len(prefill.received) == 3
+    params = orders(decode.received[-1])
+    assert (params.read, params.keep is not None) == (None, True)
+    computed.set()
+    assert [answer.status for answer in await asyncio.gather(*queued)] == [200, 200]

@@ -19,6 +19,7 @@ from kvlease.core.planning import (
     choose_decode,
     choose_prefill,
     plan,
+    with_decode_anew,
 )
 from kvlease.core.rates import Line
 from kvlease.core.records import EngineRole
@@ -190,13 +191,65 @@ def test_of_equally_loaded_decode_engines_the_one_that_holds_least_is_chosen() -
 
 
 def test_an_engine_that_has_just_joined_gets_a_smaller_share() -> None:
-    joined = replace(DECODE, engine_id="a", running=2, warmth=0.1)
-    assert (
-        planned(PlanReason.FIRST_TURN, PREFILL, joined, replace(DECODE, running=20)).decode_engine_id == "d"
+    joined = replace(DECODE, engine_id="a", running_tokens=200, warmth=0.1)
+    for running_tokens, chosen in ((2_000, "d"), (4_000, "a")):
+        other = replace(DECODE, running_tokens=running_tokens)
+        made = planned(PlanReason.FIRST_TURN, PREFILL, joined, other, prompt_tokens=100)
+        assert made.decode_engine_id == chosen
+
+
+def test_the_decode_engine_whose_turns_need_least_of_its_room_is_chosen() -> None:
+    many_short = replace(DECODE, engine_id="short", running=30, running_tokens=15_000, kv_tokens=200_000)
+    few_long = replace(DECODE, engine_id="long", running=2, running_tokens=90_000, kv_tokens=200_000)
+    assert planned(PlanReason.FIRST_TURN, PREFILL, few_long, many_short).decode_engine_id == "short"
+    large = replace(few_long, kv_tokens=2_000_000)
+    assert planned(PlanReason.FIRST_TURN, PREFILL, large, many_short).decode_engine_id == "long"
+    unknown = (replace(many_short, kv_tokens=0), replace(few_long, kv_tokens=0))
+    assert planned(PlanReason.FIRST_TURN, PREFILL, *unknown).decode_engine_id == "short"
+
+
+@pytest.mark.parametrize(("running_tokens", "chosen"), [(70_000, "d"), (70_001, "idle")])
+def test_a_conversation_of_which_nothing_is_held_leaves_an_engine_without_room(
+    running_tokens: int, chosen: str
+) -> None:
+    idle = replace(DECODE, engine_id="idle", kv_tokens=100_000)
+    last = replace(DECODE, running_tokens=running_tokens, kv_tokens=100_000)
+    lost = planned(
+        PlanReason.LEASE_EXPIRED, PREFILL, idle, last, preferred_engine_id="d", prompt_tokens=10_000
     )
-    assert (
-        planned(PlanReason.FIRST_TURN, PREFILL, joined, replace(DECODE, running=40)).decode_engine_id == "a"
+    assert lost.decode_engine_id == chosen
+    held = planned(LeaseSignal("d", 10, 1000), PREFILL, idle, last, prompt_tokens=10_000)
+    assert held.decode_engine_id == "d"
+
+
+def test_once_a_prompt_is_computed_its_decode_engine_is_the_one_with_most_room_by_then() -> None:
+    other = replace(DECODE, engine_id="other")
+    signals = TurnSignals(PlanReason.FIRST_TURN, (PREFILL, DECODE, other), prompt_tokens=100)
+    made = plan(signals)
+    assert made is not None
+    assert made.decode_engine_id == "d"
+    filled = replace(DECODE, running_tokens=5_000)
+    assert with_decode_anew(made, signals, (PREFILL, filled, other)) == replace(
+        made, decode_engine_id="other"
     )
+    assert with_decode_anew(made, signals, (PREFILL, DECODE, other)) == made
+    for unfit in (
+        replace(other, layout_hash="x"),
+        replace(other, retain=False),
+        replace(other, draining=True),
+    ):
+        assert with_decode_anew(made, signals, (PREFILL, filled, unfit)) == made
+    assert with_decode_anew(made, signals, ()) == made
+
+
+def test_an_engine_that_holds_a_lease_of_the_turn_keeps_it_when_the_prompt_is_computed() -> None:
+    signals = TurnSignals(LeaseSignal("d", 5_000, 1000), (PREFILL, DECODE))
+    made = plan(signals)
+    assert made is not None
+    assert made.path is TurnPath.READBACK
+    filled = replace(DECODE, running_tokens=5_000)
+    other = replace(DECODE, engine_id="other")
+    assert with_decode_anew(made, signals, (PREFILL, filled, other)) == made
 
 
 def test_a_full_engine_is_chosen_only_when_all_are_full() -> None:
@@ -299,3 +352,72 @@ def test_a_turn_that_may_not_be_kept_is_not() -> None:
     assert planned(PlanReason.REUSE_OFF, keep=False) == Plan(
         TurnPath.RECOMPUTE, PlanReason.REUSE_OFF, "d", "p", keep=False
     )
+
+
+# --- an overloaded prefill engine ---------------------------------------------------------------------------
+
+QUEUED = replace(MEASURED[0], backlog_tokens=50_000, running=5)
+ROOMY = replace(MEASURED[1], kv_tokens=200_000)
+
+
+def first_turn(*engines: EngineSignal, **signals: object) -> Plan:
+    return planned(PlanReason.FIRST_TURN, *engines, **({"rates": READS, "prompt_tokens": 8_000} | signals))
+
+
+def test_a_decode_engine_that_would_be_done_before_a_prefill_engine_begins_computes_the_prompt_alone() -> (
+    None
+):
+    made = first_turn(QUEUED, ROOMY)
+    assert (made.path, made.reason) == (TurnPath.RECOMPUTE, PlanReason.PREFILL_OVERLOADED)
+    assert (made.decode_engine_id, made.prefill_engine_id, made.keep) == ("d", "", True)
+    handed, alone = made.prices
+    assert (handed.wait_s, handed.alone, alone.ttft_s, alone.alone) == (
+        pytest.approx(5.0),
+        False,
+        pytest.approx(0.8),
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (MEASURED[0], ROOMY),
+        (replace(QUEUED, backlog_tokens=7_000), ROOMY),
+        (QUEUED, replace(ROOMY, backlog_tokens=50_000)),
+        (QUEUED, replace(ROOMY, running=12)),
+        (QUEUED, replace(ROOMY, running_tokens=153_000)),
+        (QUEUED, replace(ROOMY, kv_tokens=0)),
+        (replace(QUEUED, prefill=None), ROOMY),
+        (replace(QUEUED, prefill=replace(PER_TOKEN, samples=31)), ROOMY),
+    ],
+    ids=[
+        "idle",
+        "soon free",
+        "busy too",
+        "streams",
+        "no room",
+        "unknown room",
+        "unknown rate",
+        "few samples",
+    ],
+)
+def test_else_a_prefill_engine_computes_it(prefill: EngineSignal, decode: EngineSignal) -> None:
+    made = first_turn(prefill, decode)
+    assert (made.path, made.reason, made.prefill_engine_id) == (
+        TurnPath.RECOMPUTE,
+        PlanReason.FIRST_TURN,
+        "p",
+    )
+
+
+def test_a_decode_engine_that_has_computed_nothing_yet_is_thought_as_fast_as_a_prefill_engine() -> None:
+    assert first_turn(QUEUED, replace(ROOMY, prefill=None)).reason is PlanReason.PREFILL_OVERLOADED
+    slow = replace(ROOMY, prefill=Line(0.0, 1e-3, 100))
+    assert first_turn(QUEUED, slow).reason is PlanReason.FIRST_TURN
+
+
+def test_those_who_come_after_a_turn_to_a_prefill_engine_are_as_many_as_it_finds_there() -> None:
+    few, many = (priced(4000, replace(MEASURED[0], running=n), MEASURED[1]) for n in (0, 10))
+    assert [price.delay_s for price in few.prices] == [0.0, 0.0, 0.0]
+    assert [price.delay_s for price in many.prices] == pytest.approx([0.0, 4.0, 12.0])

@@ -12,7 +12,7 @@ from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.core.turn import TurnReport
 from kvlease.router.engines import EngineTable
-from kvlease.router.loads import READ_COUNTED_S, EngineLoads, LoadLimits
+from kvlease.router.loads import READ_COUNTED_S, REPLY_TOKENS, EngineLoads, LoadLimits
 from kvlease.store.port import Batch, Change
 from kvlease.testing.clock import ManualClock
 
@@ -61,6 +61,14 @@ def test_prompts_and_reads_count_while_they_are_in_flight() -> None:
         assert loads.load(engine("d", EngineRole.DECODE)).reads == 1
     load = loads.load(engine("p"))
     assert (load.backlog_tokens, load.reads) == (0, 0)
+
+
+def test_turns_count_at_a_decode_engine_with_their_prompts_and_a_reply_each() -> None:
+    loads = EngineLoads(ManualClock())
+    decode = engine("d", EngineRole.DECODE)
+    with loads.occupying("d", 1_000), loads.occupying("d", 0):
+        assert loads.load(decode).running_tokens == 1_000 + 2 * REPLY_TOKENS
+    assert loads.load(decode).running_tokens == 0
 
 
 def test_an_engine_is_full_at_its_limit_and_sooner_while_it_warms_up() -> None:

@@ -1,11 +1,11 @@
 """Which path a turn takes, and on which engines: a pure function of summary signals.
 
-Where enough was measured, the path with the least predicted time to the first token is taken, the delay of those
-that decode beside it included (`core/cost.py`); else thresholds decide.
+Where enough was measured, the path with the least predicted time to the first token is taken, the delay of others
+included; else thresholds decide.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvlease.core.lease import MissReason
@@ -47,6 +47,7 @@ class PlanReason(Enum):
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
     DRAINING = "draining"
+    PREFILL_OVERLOADED = "prefill_overloaded"
     FASTEST = "fastest"
     STEADY = "steady"
     READS_CAPPED = "reads_capped"
@@ -95,6 +96,10 @@ class PlanLimits:
 
 DEFAULT_LIMITS = PlanLimits()
 
+ROOM_SHARE = 0.8
+"""Turns in flight may bring so much of a decode engine's KV with them before it is thought to be out of room: the rest
+is for their replies, and for the handed over turns that cannot go elsewhere."""
+
 
 @value
 class EngineSignal:
@@ -102,6 +107,8 @@ class EngineSignal:
 
     Attributes:
         running: turns in flight.
+        running_tokens: tokens of KV that they need, as far as is known.
+        kv_tokens: tokens of KV that it has room for; 0: not known.
         suspect: a call to it failed a moment ago; chosen only when there is no other.
         registered: False when only the engine itself is left, without a sidecar that speaks for it.
         draining: gets no new turns; its leases are read.
@@ -120,6 +127,8 @@ class EngineSignal:
     retain: bool = True
     prefix_caching: bool = True
     running: int = 0
+    running_tokens: int = 0
+    kv_tokens: int = 0
     suspect: bool = False
     registered: bool = True
     draining: bool = False
@@ -135,6 +144,14 @@ class EngineSignal:
     def load(self) -> float:
         """Turns in flight with one more, as an engine that is wholly warmed up would feel them."""
         return (self.running + 1) / self.warmth
+
+    def occupied(self, tokens: int) -> float:
+        """Share of its KV that turns in flight need with one more, likewise; tokens, when its room is not known."""
+        return (self.running_tokens + max(1, tokens)) / (self.kv_tokens or 1) / self.warmth
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether another turn is unlikely to wait for others to end; so it is where nothing is known."""
+        return not self.kv_tokens or self.occupied(tokens) <= ROOM_SHARE
 
 
 @value
@@ -197,10 +214,11 @@ class Price:
     """What a path is predicted to cost, in seconds.
 
     Attributes:
+        alone: the decode engine computes the whole prompt.
         wait_s: until the engine that computes is free.
         read_s: READs, of the lease and of what is handed over.
         compute_s: of the tokens that are not reused.
-        delay_s: what those that decode beside it wait, weighted.
+        delay_s: what others wait for it, weighted: those that decode beside it, or come to the prefill engine after it.
     """
 
     path: TurnPath
@@ -208,6 +226,7 @@ class Price:
     read_s: float = 0.0
     compute_s: float = 0.0
     delay_s: float = 0.0
+    alone: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -240,8 +259,7 @@ class Plan:
 def plan(signals: TurnSignals) -> Plan | None:
     """The plan of a turn, None when no engine decodes."""
     lease = signals.lease if isinstance(signals.lease, LeaseSignal) else None
-    affinity = lease.engine_id if lease else signals.preferred_engine_id
-    decode = choose_decode(signals.engines, affinity, running_max=signals.limits.decode_running_max)
+    decode = _decode(signals, signals.engines)
     if decode is None:
         return None
     keep = signals.keep and decode.retain
@@ -256,9 +274,40 @@ def plan(signals: TurnSignals) -> Plan | None:
             lease is not None and lease.suffix_tokens is not None and lease.engine_id == decode.engine_id
         )
         path, reason = TurnPath.APPEND if appends else TurnPath.RECOMPUTE, refusal
-    if path is TurnPath.APPEND:
+    if path is TurnPath.APPEND or reason is PlanReason.PREFILL_OVERLOADED:
         prefill_engine_id = ""
     return Plan(path, reason, decode.engine_id, prefill_engine_id, keep, chosen.prices)
+
+
+def with_decode_anew(made: Plan, signals: TurnSignals, engines: Collection[EngineSignal]) -> Plan:
+    """The plan once its prompt is computed elsewhere, for the decode engine that is best by then.
+
+    While a prompt waits for a prefill engine, decode engines fill and empty: those that were planned at one time would
+    all meet at the engine that was best then. An engine that holds a lease of the turn keeps it.
+
+    Args:
+        engines: as they are by then.
+    """
+    lease, prefill_id = signals.lease, made.prefill_engine_id
+    if isinstance(lease, LeaseSignal) and lease.engine_id == made.decode_engine_id:
+        return made
+    source = next((e for e in engines if e.engine_id == prefill_id), None)
+    fitting = [e for e in engines if source is None or (e.retain and e.layout_hash == source.layout_hash)]
+    decode = _decode(signals, fitting)
+    if decode is None or decode.engine_id == made.decode_engine_id:
+        return made
+    return replace(made, decode_engine_id=decode.engine_id, keep=signals.keep and decode.retain)
+
+
+def _decode(signals: TurnSignals, engines: Collection[EngineSignal]) -> EngineSignal | None:
+    """The decode engine of a turn among these: that of its lease, else one with room, rather the conversation's."""
+    lease, tokens = signals.lease, signals.prompt_tokens
+    affinity = lease.engine_id if isinstance(lease, LeaseSignal) else signals.preferred_engine_id
+    if not isinstance(lease, LeaseSignal) and affinity:
+        roomy = any(e.engine_id == affinity and e.has_room(tokens) for e in engines)
+        affinity = affinity if roomy else ""
+    running_max = signals.limits.decode_running_max
+    return choose_decode(engines, affinity, running_max=running_max, prompt_tokens=tokens)
 
 
 def choose_decode(
@@ -266,21 +315,23 @@ def choose_decode(
     affinity: str = "",
     without: Collection[str] = (),
     running_max: int = DEFAULT_LIMITS.decode_running_max,
+    prompt_tokens: int = 0,
 ) -> EngineSignal | None:
     """The decode engine of a turn.
 
     The one that has its blocks unless that is overloaded while another one has less than half its load; else the
-    one with the least load, and of several the one that holds least.
+    one whose turns in flight need least of its KV, and of several the one that holds least.
     """
     able = [
         e for e in engines if e.role is EngineRole.DECODE and not e.draining and e.engine_id not in without
     ]
     idlest = min((e.load for e in able if not e.full and not e.suspect), default=0.0)
 
-    def order(e: EngineSignal) -> tuple[bool, bool, bool, float, int, str]:
+    def order(e: EngineSignal) -> tuple[bool, bool, bool, float, float, int, str]:
         overloaded = e.running >= running_max and e.load > 2 * idlest > 0
         stays = e.engine_id == affinity and not overloaded
-        return e.suspect, e.full, not stays, e.load, e.held_tokens, e.engine_id
+        occupied = e.occupied(prompt_tokens)
+        return e.suspect, e.full, not stays, occupied, e.load, e.held_tokens, e.engine_id
 
     return min(able, key=order, default=None)
 
@@ -336,7 +387,7 @@ class _Choice:
 def _path(signals: TurnSignals, decode: EngineSignal, prefill: EngineSignal | None) -> _Choice:
     lease, limits = signals.lease, signals.limits
     if isinstance(lease, PlanReason):
-        return _Choice(TurnPath.RECOMPUTE, lease)
+        return _without_lease(signals, lease, decode, prefill)
     holder = next((e for e in signals.engines if e.engine_id == lease.engine_id), None)
     if holder is None:
         return _Choice(TurnPath.RECOMPUTE, PlanReason.LEASE_LOST)
@@ -364,6 +415,22 @@ def _path(signals: TurnSignals, decode: EngineSignal, prefill: EngineSignal | No
     return _read_unless_capped(
         _why_not_append(limits, lease.suffix_tokens, holder, decode), readable=readable
     )
+
+
+def _without_lease(
+    signals: TurnSignals, why: PlanReason, decode: EngineSignal, prefill: EngineSignal | None
+) -> _Choice:
+    """Nothing is held: a prefill engine computes the prompt.
+
+    Unless the decode engine alone is done before it could begin, and all together wait clearly less that way.
+    """
+    prices = _prices_without_lease(signals, decode, prefill)
+    if prices:
+        handed, alone = prices
+        better = alone.total_s < handed.total_s * (1.0 - signals.limits.steady_share)
+        if better and alone.ttft_s < handed.wait_s:
+            return _Choice(TurnPath.RECOMPUTE, PlanReason.PREFILL_OVERLOADED, prices)
+    return _Choice(TurnPath.RECOMPUTE, why, prices)
 
 
 def _read_unless_capped(reason: PlanReason, *, readable: bool) -> _Choice:
@@ -420,25 +487,69 @@ def _prices(
     # The decode engine that holds the lease has the prefix in its own cache: only the rest is handed over.
     handed = suffix_tokens if decode.engine_id == lease.engine_id else prompt
     handed_s = handover.seconds(max(1, handed))
-    wait_s = computing.unit_s * prefill.backlog_tokens
+    read_s = readback.seconds(lease.tokens - prefill.cached_tokens) + handed_s
+    suffix = max(1, suffix_tokens)
     return (
         # Only what is computed holds up those that decode: the rest is the turn's own way there and back.
         Price(
             TurnPath.APPEND,
             wait_s=appending.unit_s * decode.backlog_tokens,
-            compute_s=appending.seconds(max(1, suffix_tokens)),
-            delay_s=limits.delay_weight * decode.running * appending.unit_s * max(1, suffix_tokens),
+            compute_s=appending.seconds(suffix),
+            delay_s=limits.delay_weight * decode.running * appending.unit_s * suffix,
         ),
-        Price(
-            TurnPath.READBACK,
-            wait_s=wait_s,
-            read_s=readback.seconds(lease.tokens - prefill.cached_tokens) + handed_s,
-            compute_s=computing.seconds(max(1, suffix_tokens)),
+        _price_of_prefill(TurnPath.READBACK, prefill, computing, suffix, read_s),
+        _price_of_prefill(
+            TurnPath.RECOMPUTE, prefill, computing, max(1, prompt - prefill.cached_tokens), handed_s
+        ),
+    )
+
+
+def _price_of_prefill(
+    path: TurnPath, prefill: EngineSignal, computing: Line, tokens: int, read_s: float
+) -> Price:
+    """What it costs to have tokens computed by a prefill engine.
+
+    The longer the queue before a turn, the more come while it waits: as many as it finds there (Little's law). Each
+    of them waits for its tokens, too.
+    """
+    return Price(
+        path,
+        wait_s=computing.unit_s * prefill.backlog_tokens,
+        read_s=read_s,
+        compute_s=computing.seconds(tokens),
+        delay_s=prefill.running * computing.unit_s * tokens,
+    )
+
+
+def _prices_without_lease(
+    signals: TurnSignals, decode: EngineSignal, prefill: EngineSignal | None
+) -> tuple[Price, ...]:
+    """What the prompt costs at a prefill engine, and at the decode engine alone; nothing unless both can be told.
+
+    What an engine has not computed yet takes it as long as its like. A whole prompt holds up those that decode beside
+    it for so long that they notice: it is worth it only where all together wait for less, so their delay has no weight.
+    """
+    limits, prompt = signals.limits, signals.prompt_tokens
+    computing = prefill.prefill if prefill is not None else None
+    if prefill is None or computing is None or not prompt or not limits.samples_min:
+        return ()
+    if computing.samples < limits.samples_min or not decode.kv_tokens or not decode.has_room(prompt):
+        return ()
+    if decode.running >= limits.decode_running_max:
+        return ()
+    own = decode.prefill
+    own = own if own is not None and own.samples >= limits.samples_min else computing
+    handover = signals.rates.pairs.get((prefill.engine_id, decode.engine_id), signals.rates.handover)
+    handed_s = handover.seconds(prompt) if handover is not None else 0.0
+    return (
+        _price_of_prefill(
+            TurnPath.RECOMPUTE, prefill, computing, max(1, prompt - prefill.cached_tokens), handed_s
         ),
         Price(
             TurnPath.RECOMPUTE,
-            wait_s=wait_s,
-            read_s=handed_s,
-            compute_s=computing.seconds(max(1, prompt - prefill.cached_tokens)),
+            wait_s=own.unit_s * decode.backlog_tokens,
+            compute_s=own.seconds(prompt),
+            delay_s=decode.running * own.unit_s * prompt,
+            alone=True,
         ),
     )

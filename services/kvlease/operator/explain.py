@@ -89,10 +89,12 @@ def lines(decision: Decision, again: Plan | None) -> list[str]:
     if made is None:
         return [*said, "  no engine that decodes could take it"]
     said.append(f"  {made.path.value}, because {made.reason.value}: {_engines(made)}")
+    alone = made.reason is PlanReason.PREFILL_OVERLOADED
     for price in made.prices:
-        mark = "→" if price.path is made.path else " "
+        mark = "→" if (price.path, price.alone) == (made.path, alone) else " "
+        name = "decode alone" if price.alone else price.path.value
         said.append(
-            f"  {mark} {price.path.value:9} {price.total_s * 1e3:9.1f} ms = wait {price.wait_s * 1e3:.1f}"
+            f"  {mark} {name:12} {price.total_s * 1e3:9.1f} ms = wait {price.wait_s * 1e3:.1f}"
             f" + READ {price.read_s * 1e3:.1f} + compute {price.compute_s * 1e3:.1f}"
             f" + delay of others {price.delay_s * 1e3:.1f}"
         )

@@ -34,12 +34,14 @@ class Policy:
     Attributes:
         planner: makes a replay's planner; it may remember.
         consumed: a READ ends what it reads.
+        anew: the decode engine is chosen anew when a prompt is computed, as the router does.
     """
 
     name: str
     planner: Callable[[], Planner]
     retention: Retention
     consumed: bool = False
+    anew: bool = True
 
 
 def _affinity(signals: TurnSignals) -> Plan | None:
@@ -70,7 +72,7 @@ def _in_turn() -> Planner:
 
 def _stock(keep_s: float) -> Policy:
     name = f"stock, {keep_s:g} s"
-    return Policy(name, _in_turn, Retention(Order.NOTHING, keep_s, bounded=False), consumed=True)
+    return Policy(name, _in_turn, Retention(Order.NOTHING, keep_s, bounded=False), consumed=True, anew=False)
 
 
 LEASES = Retention(Order.LEAST_WORTH)

@@ -4,7 +4,7 @@ A turn comes at its time in the trace, but not before the turn that it continues
 tokens of prompts and what is kept of them at once, where a router estimates the former, and hears of the latter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,15 @@ from kvlease.bench.trace import BLOCK_TOKENS, BYTES_PER_TOKEN, Visit
 from kvlease.core.cost import TokenEstimate
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState
-from kvlease.core.planning import DEFAULT_LIMITS, LeaseSignal, Plan, PlanReason, TurnPath, TurnSignals
+from kvlease.core.planning import (
+    DEFAULT_LIMITS,
+    LeaseSignal,
+    Plan,
+    PlanReason,
+    TurnPath,
+    TurnSignals,
+    with_decode_anew,
+)
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
 from kvlease.core.turn import TurnReport
 from kvlease.router.engines import EngineTable
@@ -101,9 +109,10 @@ class Replay:
             engine_id: DecodeEngine(engine_id, fleet, self._events, links, self._kept(engine_id, kept_max))
             for engine_id in (f"decode-{n}" for n in range(fleet.decodes))
         }
-        self._engines = _records(self._prefills, EngineRole.PREFILL) | _records(
-            self._decodes, EngineRole.DECODE
-        )
+        self._engines = {
+            **_records(self._prefills, EngineRole.PREFILL, fleet.kv_tokens),
+            **_records(self._decodes, EngineRole.DECODE, fleet.kv_tokens),
+        }
         self._table.apply(Batch(tuple(Change(engine) for engine in self._engines.values()), snapshot=True))
         self._ended: dict[int, Turn] = {}
         self._follow: dict[int, list[int]] = {}
@@ -178,6 +187,8 @@ class Replay:
             asked.close()
             read_from = source_id if report.read_tokens else ""
             self._loads.prefilled(self._engines[engine_id], read_from, begun_s, report, visit.prefixes)
+            if self._policy.anew:
+                turn.plan = with_decode_anew(turn.plan, turn.signals, self._table.signals(MODEL))
             self._decode(turn, report)
 
         self._prefills[engine_id].submit(PrefillJob(visit, source_id, read, done))
@@ -186,6 +197,7 @@ class Replay:
         engine_id, source_id = turn.plan.decode_engine_id, turn.plan.prefill_engine_id
         turn.asked_s, turn.engine_id = self._events.now_s(), engine_id
         turn.until_last.enter_context(self._table.running(engine_id))
+        turn.until_last.enter_context(self._loads.occupying(engine_id, turn.visit.prompt_tokens))
         if report is not None:
             turn.reused_tokens = report.local_tokens + report.read_tokens
             turn.until_first.enter_context(self._loads.reading(source_id, engine_id))
@@ -234,8 +246,11 @@ class Replay:
         return KeptTurns(tokens_max, self._policy.retention, changed)
 
 
-def _records(engine_ids: Mapping[str, object], role: EngineRole) -> dict[str, Engine]:
+def _records(engine_ids: Iterable[str], role: EngineRole, kv_tokens: int) -> dict[str, Engine]:
+    blocks = kv_tokens // LAYOUT.block_size
     return {
-        engine_id: Engine(Holder(engine_id, "boot"), role, MODEL, f"http://{engine_id}", "", LAYOUT)
+        engine_id: Engine(
+            Holder(engine_id, "boot"), role, MODEL, f"http://{engine_id}", "", LAYOUT, total_blocks=blocks
+        )
         for engine_id in engine_ids
     }
