@@ -3,7 +3,10 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvlease.core import conversation
 from kvlease.core.conversation import (
     OPAQUE_PART_BYTES,
     SEGMENT_BYTES,
@@ -18,6 +21,7 @@ from kvlease.core.conversation import (
     tenant_digest,
 )
 from kvlease.core.cost import TokenEstimate
+from kvlease.core.recent import Recent
 
 TENANT = tenant_digest("key")
 USER: dict[str, Any] = {"role": "user", "content": "hello there"}
@@ -210,3 +214,49 @@ def test_arguments_of_a_tool_of_any_depth_make_a_chain() -> None:
         function = {"name": "f", "arguments": "[" * depth + "]" * depth}
         call = {"id": "call-1", "type": "function", "function": function}
         assert chat(USER).leaf(Reply("", (call,))).key
+
+
+SAID: list[dict[str, Any]] = [
+    USER,
+    {"content": "hello there", "role": "user"},
+    {"role": "tool", "content": "hello there"},
+    {"role": "user", "content": None},
+    {"role": "user", "content": 1},
+    {"role": "user", "content": 1.0},
+    {"role": "user", "content": True},
+    {"role": "user", "content": "\ud83d"},
+    {"role": "user", "content": [{"type": "text", "text": "hello there"}]},
+    {"role": "tool", "tool_call_id": "call-1", "content": "hello there"},
+    assistant(content=None, tool_calls=[CALL]),
+    assistant(content=" a "),
+]
+TOOLS: list[object] = [None, [], [{"type": "function"}], [{"type": 1 << 80}], {"a": [0.5, "b"]}]
+
+
+@given(st.lists(st.lists(st.sampled_from(SAID), max_size=5), max_size=5), st.sampled_from(TOOLS))
+def test_what_is_recognised_has_the_keys_that_it_would_have_anew(
+    histories: list[list[dict[str, Any]]], tools: object
+) -> None:
+    for history in histories:
+        known = chat(*history, tools=tools)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(conversation, "_links", Recent[Any, Any](1))
+            patched.setattr(conversation, "_roots", Recent[Any, Any](1))
+            assert chat(*history, tools=tools) == known
+
+
+def test_of_a_known_history_only_what_is_new_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[bytes] = []
+    link = conversation._link  # pyright: ignore[reportPrivateUsage]
+
+    def counted(root: bytes, previous: int, payload: bytes) -> int:
+        digested.append(payload)
+        return link(root, previous, payload)
+
+    monkeypatch.setattr(conversation, "_link", counted)
+    history = [{"role": "user", "content": f"{number} of a history of its own"} for number in range(20)]
+    chat(*history)
+    chat(*history, USER)
+    assert len(digested) == 21
+    chat(history[0], USER, *history[1:])
+    assert len(digested) == 41

@@ -6,6 +6,7 @@ blocks.
 """
 
 import json
+import marshal
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,16 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
+from kvlease.core.recent import Recent
 from kvlease.core.turn import CHAIN_KEYS_MAX
 from kvlease.core.values import value
 
 SEGMENT_BYTES = 256
 ROLE_CACHED_MAX = 16
+ROOTS_MAX = 1024
+LINKS_MAX = 50_000
+"""Roots of chains and links of messages that are recognised, at least: some 300 bytes each."""
+
 OPAQUE_PART_BYTES = 4096
 """What an image or a sound counts for in an estimate: about a thousand tokens, however long its encoding."""
 
@@ -141,16 +147,20 @@ class Transcript:
 def message_transcript(
     tenant: str, model: str, messages: Sequence[object], tools: object = None
 ) -> Transcript:
-    """The chain over the messages of a chat request, rooted in tenant, model and tools."""
-    root = _root("chat", tenant, model, _canonical(tools))
+    """The chain over the messages of a chat request, rooted in tenant, model and tools.
+
+    Most of a request was in the one before it: that is recognised, and not digested again.
+    """
+    root = _chat_root(tenant, model, tools)
     keys: list[int] = []
     ends: list[int] = []
-    replies = 0
+    key = end = replies = 0
     for message in messages:
-        payload, size = _said(message)
-        replies += isinstance(message, dict) and cast("dict[str, Any]", message).get("role") == "assistant"
-        keys.append(_link(root, keys[-1] if keys else 0, payload))
-        ends.append((ends[-1] if ends else 0) + size)
+        replies += _fields(message).get("role") == "assistant"
+        key, size = _message_link(root, key, message)
+        end += size
+        keys.append(key)
+        ends.append(end)
     return Transcript(root, tuple(keys), tuple(ends), replies=replies)
 
 
@@ -217,6 +227,9 @@ class ConversationIndex:
             table.popitem(last=False)
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
 def _digest(person: bytes, size: int, *fields: bytes) -> bytes:
     digest = blake2b(digest_size=size, person=person)
     for field in fields:
@@ -226,6 +239,40 @@ def _digest(person: bytes, size: int, *fields: bytes) -> bytes:
 
 def _root(kind: str, tenant: str, model: str, tools: bytes) -> bytes:
     return _digest(b"kvlease-chain", 32, kind.encode(), tenant.encode(), _utf8(model), tools)
+
+
+_roots = Recent[tuple[str, int, int], bytes](ROOTS_MAX)
+_links = Recent[tuple[bytes | int, int], tuple[int, int]](LINKS_MAX)
+
+
+def _chat_root(tenant: str, model: str, tools: object) -> bytes:
+    place = tenant, hash(model), _identity(tools)
+    root = _roots.get(place)
+    if root is None:
+        root = _root("chat", tenant, model, _canonical(tools))
+        _roots.put(place, root)
+    return root
+
+
+def _message_link(root: bytes, previous: int, message: object) -> tuple[int, int]:
+    """The key of a message behind the one with the key `previous` (0: the first), and how many bytes it counts for."""
+    place = previous or root, _identity(message)
+    known = _links.get(place)
+    if known is None:
+        payload, size = _said(message)
+        known = _link(root, previous, payload), size
+        _links.put(place, known)
+    return known
+
+
+def _identity(value: object) -> int:
+    """What no other value has, as long as the process runs: a keyed hash, of 64 bits as the keys of a chain are."""
+    fields = _fields(value)
+    if len(fields) == 2:
+        role, content = fields.get("role"), fields.get("content")
+        if isinstance(role, str) and isinstance(content, str):  # as most are: the same, sooner
+            return hash((role, content))
+    return hash(marshal.dumps(cast("Any", value)))
 
 
 def _link(root: bytes, previous: int, payload: bytes) -> int:
@@ -287,7 +334,7 @@ def _sized(head: bytes) -> bytes:
 
 
 def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def _normalised(message: object) -> object:
