@@ -19,8 +19,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvlease.core.lease import LeaseKind, LeaseState
-from kvlease.core.planning import TurnPath
 from kvlease.core.records import EngineRole
+from kvlease.core.signals import TurnPath
 from kvlease.dev.main import SERVED_MODEL, simulated_engine
 from kvlease.dev.stack import Stack, StackPlan
 from kvlease.operator import conversation

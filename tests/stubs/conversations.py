@@ -7,9 +7,9 @@ from typing import Any
 
 from kvlease.core.conversation import Reply, tenant_digest
 from kvlease.core.ids import Holder
-from kvlease.core.planning import LeaseSignal, PlanReason
 from kvlease.core.records import Engine, EngineRole, KvLayout
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
+from kvlease.core.signals import LeaseSignal, PlanReason
 from kvlease.router.bodies import TurnRequest, parse_turn
 from kvlease.router.conversation import OpenTurn
 from kvlease.router.conversations import ConversationTable

@@ -17,7 +17,8 @@ from kvlease.bench.routing.replay import Replay, Turn
 from kvlease.bench.routing.report import measure
 from kvlease.bench.trace import Visit, generate_trace, read_trace
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import LeaseSignal, Plan, PlanReason, TurnPath, TurnSignals, plan
+from kvlease.core.planning import Plan, plan
+from kvlease.core.signals import LeaseSignal, PlanReason, TurnPath, TurnSignals
 
 PAIR = Fleet(prefills=1, decodes=1)
 BY_NAME = {policy.name: policy for policy in POLICIES}

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from kvlease import cli
 from kvlease.core.decisions import Decision, decided
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import (
+from kvlease.core.planning import plan
+from kvlease.core.rates import Line
+from kvlease.core.records import EngineRole
+from kvlease.core.signals import (
     EngineSignal,
     LeaseSignal,
     PlanReason,
     ReadRates,
     TurnPath,
     TurnSignals,
-    plan,
 )
-from kvlease.core.rates import Line
-from kvlease.core.records import EngineRole
 from kvlease.dev.engine_process import free_ports
 from kvlease.router.decisions import DecisionLog
 

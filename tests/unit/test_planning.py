@@ -5,24 +5,20 @@ from dataclasses import replace
 import pytest
 
 from kvlease.core.lease import MissReason
-from kvlease.core.planning import (
+from kvlease.core.planning import Plan, choose_decode, choose_prefill, plan, with_decode_anew
+from kvlease.core.pricing import Price
+from kvlease.core.rates import Line
+from kvlease.core.records import EngineRole
+from kvlease.core.signals import (
     REASON_OF_MISS,
     EngineSignal,
     LeaseSignal,
-    Plan,
     PlanLimits,
     PlanReason,
-    Price,
     ReadRates,
     TurnPath,
     TurnSignals,
-    choose_decode,
-    choose_prefill,
-    plan,
-    with_decode_anew,
 )
-from kvlease.core.rates import Line
-from kvlease.core.records import EngineRole
 
 PREFILL = EngineSignal("p", EngineRole.PREFILL, "layout")
 DECODE = EngineSignal("d", EngineRole.DECODE, "layout")

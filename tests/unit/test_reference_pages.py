@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from kvlease.core.planning import PlanReason
+from kvlease.core.signals import PlanReason
 from kvlease.v1 import errors_pb2
 from kvlease.wire.errors import ERRORS
 

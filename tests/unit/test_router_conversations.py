@@ -7,8 +7,8 @@ import pytest
 from kvlease.core.conversation import Leaf, Reply, conversation_key, tenant_digest
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState, MissReason
-from kvlease.core.planning import LeaseSignal, PlanReason
 from kvlease.core.records import LeaseRecord
+from kvlease.core.signals import LeaseSignal, PlanReason
 from kvlease.router.conversation import OpenTurn
 from kvlease.store.port import Batch, Change
 from stubs.conversations import ENGINE, HOLDER, NEXT, TENANT, USER, World, request

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvlease.core.conversation import Reply
-from kvlease.core.planning import LeaseSignal, PlanReason
+from kvlease.core.signals import LeaseSignal, PlanReason
 from kvlease.router.conversation import OpenTurn
 from kvlease.router.conversations import LEAVES_MAX, ConversationTable
 from stubs.conversations import HOLDER, CountingRandom, World, request

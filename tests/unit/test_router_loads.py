@@ -7,9 +7,9 @@ import pytest
 from kvlease.core.cost import TokenEstimate
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState
-from kvlease.core.planning import EngineSignal
 from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
+from kvlease.core.signals import EngineSignal
 from kvlease.core.turn import TurnReport
 from kvlease.router.engines import EngineTable
 from kvlease.router.loads import READ_COUNTED_S, REPLY_TOKENS, EngineLoads, LoadLimits

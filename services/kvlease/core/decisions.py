@@ -8,20 +8,19 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import (
+from kvlease.core.planning import Plan, plan
+from kvlease.core.pricing import Price
+from kvlease.core.rates import Line
+from kvlease.core.records import EngineRole
+from kvlease.core.signals import (
     EngineSignal,
     LeaseSignal,
-    Plan,
     PlanLimits,
     PlanReason,
-    Price,
     ReadRates,
     TurnPath,
     TurnSignals,
-    plan,
 )
-from kvlease.core.rates import Line
-from kvlease.core.records import EngineRole
 from kvlease.core.values import value
 
 DECISION_VERSION = 1

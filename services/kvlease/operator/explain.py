@@ -11,7 +11,8 @@ import aiohttp
 
 from kvlease.core.decisions import Decision, plan_to_json
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import LeaseSignal, Plan, PlanReason
+from kvlease.core.planning import Plan
+from kvlease.core.signals import LeaseSignal, PlanReason
 from kvlease.operator.command import Exit, OperatorError, Output, not_found, perform
 from kvlease.operator.connection import fleet
 from kvlease.operator.flags import add_common_flags, base_url

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import PlanLimits
 from kvlease.core.renewal import RenewalPolicy
 from kvlease.core.reuse_rules import ReuseMode
+from kvlease.core.signals import PlanLimits
 from kvlease.router.admission import AdmissionLimits
 from kvlease.router.headers import CREDENTIAL_HEADERS, EngineCredentials
 from kvlease.router.health import HealthLimits

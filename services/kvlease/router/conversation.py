@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvlease.core.conversation import Leaf, Transcript
 from kvlease.core.cost import TokenEstimate
 from kvlease.core.ids import Holder
-from kvlease.core.planning import PlanReason, TurnPath
+from kvlease.core.signals import PlanReason, TurnPath
 from kvlease.core.values import value
 
 TURNS_KEPT = 32

@@ -7,9 +7,9 @@ from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
 from kvlease.core.pauses import PauseModel, TurnEnd
-from kvlease.core.planning import REASON_OF_MISS, LeaseSignal, PlanReason
 from kvlease.core.records import LeaseRecord
 from kvlease.core.renewal import Belief, RenewalTable
+from kvlease.core.signals import REASON_OF_MISS, LeaseSignal, PlanReason
 from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import (
     Conversation,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from kvlease.core.decisions import Decision, decided, pairs_that_matter
-from kvlease.core.planning import Plan, TurnSignals
+from kvlease.core.planning import Plan
 from kvlease.core.rates import Line
+from kvlease.core.signals import TurnSignals
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvlease.core.lease import LeaseKind
-from kvlease.core.planning import LeaseSignal, PlanReason, TurnPath, choose_decode
+from kvlease.core.planning import choose_decode
 from kvlease.core.records import Engine
+from kvlease.core.signals import LeaseSignal, PlanReason, TurnPath
 from kvlease.core.turn import CHAIN_KEYS_MAX, KeepOrder, ReadOrder, TurnParams
 from kvlease.router.bodies import client_answer, decode_body, parse_answer, report_of
 from kvlease.router.counted import Held

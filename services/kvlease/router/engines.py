@@ -11,8 +11,8 @@ from enum import Enum
 
 from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder
-from kvlease.core.planning import EngineSignal
 from kvlease.core.records import Engine, EngineRole
+from kvlease.core.signals import EngineSignal
 from kvlease.router.counted import Counted
 from kvlease.router.loads import EngineLoads
 from kvlease.store.port import Batch

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from kvlease.core.clock import Clock
 from kvlease.core.cost import TokenEstimate
-from kvlease.core.planning import ReadRates
 from kvlease.core.prefixes import PrefixMemory
 from kvlease.core.rates import Line, RateTable, ServiceMeter
 from kvlease.core.records import Engine, EngineRole, LeaseRecord
+from kvlease.core.signals import ReadRates
 from kvlease.core.turn import TurnReport
 from kvlease.router.counted import Counted, uncount
 from kvlease.store.port import Batch

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import EngineSignal
 from kvlease.core.records import Engine
+from kvlease.core.signals import EngineSignal
 from kvlease.router.answers import Refused
 from kvlease.router.bodies import make_neutral, parse_object
 from kvlease.router.client import HttpClient, read_body

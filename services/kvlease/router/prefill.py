@@ -9,16 +9,10 @@ from dataclasses import replace
 from kvlease.core.holding import PinAsk
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, MissReason
-from kvlease.core.planning import (
-    REASON_OF_MISS,
-    EngineSignal,
-    LeaseSignal,
-    PlanReason,
-    TurnPath,
-    choose_prefill,
-)
+from kvlease.core.planning import choose_prefill
 from kvlease.core.records import Engine, Pinned
 from kvlease.core.renewal import Belief
+from kvlease.core.signals import REASON_OF_MISS, EngineSignal, LeaseSignal, PlanReason, TurnPath
 from kvlease.core.turn import KeepOrder, ReadOrder, TurnParams
 from kvlease.router.bodies import parse_answer, prefill_body, report_of
 from kvlease.router.headers import answer_headers

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.core.planning import TurnPath
+from kvlease.core.signals import TurnPath
 from kvlease.router.conversation import Conversation, TurnRecord
 from kvlease.router.purge import release_tenant
 from kvlease.router.turn import TurnServices

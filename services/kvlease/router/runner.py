@@ -5,9 +5,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvlease.core.planning import PlanReason, TurnSignals, plan, with_decode_anew
+from kvlease.core.planning import plan, with_decode_anew
 from kvlease.core.records import EngineRole
 from kvlease.core.reuse_rules import ReuseMode
+from kvlease.core.signals import PlanReason, TurnSignals
 from kvlease.router.admission import Overloaded
 from kvlease.router.audit import Auditor
 from kvlease.router.bodies import TurnRequest

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 
 from kvlease.core.clock import Clock
 from kvlease.core.ids import Holder, lease_id_to_hex
-from kvlease.core.planning import DEFAULT_LIMITS, Plan, PlanLimits, PlanReason, TurnPath, TurnSignals
+from kvlease.core.planning import Plan
 from kvlease.core.renewal import RenewalPolicy, RenewalTable
 from kvlease.core.reuse_rules import ReuseRules
+from kvlease.core.signals import DEFAULT_LIMITS, PlanLimits, PlanReason, TurnPath, TurnSignals
 from kvlease.core.turn import TurnReport
 from kvlease.core.values import value
 from kvlease.router.admission import Admission, Overloaded

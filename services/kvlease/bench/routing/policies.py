@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvlease.bench.routing.kept import Order, Retention
-from kvlease.core.planning import LeaseSignal, Plan, PlanReason, TurnPath, TurnSignals, plan
+from kvlease.core.planning import Plan, plan
 from kvlease.core.records import EngineRole
+from kvlease.core.signals import LeaseSignal, PlanReason, TurnPath, TurnSignals
 
 Planner = Callable[[TurnSignals], Plan | None]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvlease.bench.routing.events import Events, Links
 from kvlease.bench.routing.fleet import Fleet
 from kvlease.bench.trace import BLOCK_TOKENS, Visit
-from kvlease.core.planning import DEFAULT_LIMITS
+from kvlease.core.signals import DEFAULT_LIMITS
 from kvlease.core.turn import TurnReport
 
 

@@ -19,16 +19,9 @@ from kvlease.bench.trace import BLOCK_TOKENS, BYTES_PER_TOKEN, Visit
 from kvlease.core.cost import TokenEstimate
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState
-from kvlease.core.planning import (
-    DEFAULT_LIMITS,
-    LeaseSignal,
-    Plan,
-    PlanReason,
-    TurnPath,
-    TurnSignals,
-    with_decode_anew,
-)
+from kvlease.core.planning import Plan, with_decode_anew
 from kvlease.core.records import Engine, EngineRole, KvLayout, LeaseRecord
+from kvlease.core.signals import DEFAULT_LIMITS, LeaseSignal, PlanReason, TurnPath, TurnSignals
 from kvlease.core.turn import TurnReport
 from kvlease.router.engines import EngineTable
 from kvlease.router.loads import EngineLoads, LoadLimits
