@@ -11,6 +11,7 @@ from kvlease.core.signals import PlanReason, TurnPath
 from kvlease.core.values import value
 
 TURNS_KEPT = 32
+NOTHING_LEARNT = TokenEstimate()
 
 
 @value
@@ -75,6 +76,14 @@ class TurnRecord:
     decode_retries: int = 0
 
 
+def _no_keys() -> list[bytes]:
+    return []
+
+
+def _no_turns() -> deque[TurnRecord]:
+    return deque(maxlen=TURNS_KEPT)
+
+
 @dataclass(slots=True)
 class Conversation:
     """One conversation of one tenant.
@@ -99,10 +108,10 @@ class Conversation:
     lease: ConversationLease | None = None
     leaf: Leaf | None = None
     claim: int | None = None
-    branches: list[bytes] = field(default_factory=list[bytes])
+    branches: list[bytes] = field(default_factory=_no_keys)
     decode_engine_id: str = ""
-    estimate: TokenEstimate = field(default_factory=TokenEstimate)
-    turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=TURNS_KEPT))
+    estimate: TokenEstimate = NOTHING_LEARNT
+    turns: deque[TurnRecord] = field(default_factory=_no_turns)
     last_gap_s: float | None = None
     keep_s: float = 0.0
     idle_since_s: float | None = None

@@ -28,6 +28,7 @@ IDLE_CONNECTION_S = 3.0
 A request never meets a connection that is being closed.
 """
 IDLE_CONNECTIONS_MAX = 1024
+JOINED_BYTES_MAX = 1 << 14
 WRITE_BYTES = 1 << 17
 UNREAD_BYTES_MAX = 1 << 18
 """An answer that is not read stops coming: a slow client holds this much of it, and no more."""
@@ -174,8 +175,10 @@ class _Connection(asyncio.Protocol):
         self._sent_all = len(body) <= WRITE_BYTES
         if self._transport is None:
             raise LegError("the connection is closed", sent=False)
-        if len(body) <= WRITE_BYTES:
+        if len(body) <= JOINED_BYTES_MAX:
             self._transport.write(head + body)
+        elif len(body) <= WRITE_BYTES:
+            self._transport.writelines((head, body))
         else:
             await self._write(head, body)
         while not self.status:
@@ -256,6 +259,8 @@ class _Reply:
         parts: list[bytes] = []
         while part := await self._connection.read():
             parts.append(part)
+            if self._connection.ended and self._connection.was_read:
+                break
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def chunks(self) -> AsyncIterator[bytes]:
