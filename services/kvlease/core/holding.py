@@ -451,7 +451,7 @@ class HoldTable:
         for block_id in hold.grant.block_ids:
             self._keepers[block_id] -= 1
             if not self._keepers[block_id]:
-                del self._keepers[block_id]
+                self._keepers.pop(block_id)
         for pin_id in hold.pins:
             self._pin_lease.pop(pin_id, None)
         self._endings[lease_id] = hold.state

@@ -44,6 +44,11 @@ class BlockPool:
         """How often a block was handed out."""
         return self._blocks[block_id].owner
 
+    def owners(self, block_ids: Iterable[int]) -> list[int]:
+        """How often each block was handed out."""
+        blocks = self._blocks
+        return [blocks[block_id].owner for block_id in block_ids]
+
     def references(self, block_id: int) -> int:
         """References on a block."""
         return self._blocks[block_id].references
@@ -71,7 +76,8 @@ class BlockPool:
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in taken:
             block = self._blocks[block_id]
-            self._forget(block_id)
+            if block.cache_key is not None:
+                self._forget(block_id)
             block.references, block.owner, block.content = 1, block.owner + 1, NO_CONTENT
         return taken
 

@@ -52,10 +52,6 @@ class _Handle(asyncio.TimerHandle):
         self._cancelled = False
         self._when = virtual_s
 
-    def run(self) -> None:
-        """Runs it now."""
-        self._context.run(self._callback, *self._args)
-
     def cancel(self) -> None:
         """It will not run. One that is a timer leaves the loop when its time comes."""
         self._cancelled = True
@@ -259,24 +255,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Runs all that is due, moment after moment, until the loop is to stop."""
-        while not self._stopping:  # type: ignore[attr-defined]
-            if not self._due:
-                self._jump()
-            self._run_due()
-
-    def _run_due(self) -> None:
         due = self._due
-        while due and not self._stopping:  # type: ignore[attr-defined]
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not due:
+                self._jump()
             self.steps += 1
             handle = due.popleft()
+            process = handle.process
             if handle._cancelled:
                 continue
-            process = handle.process
             if process is not None and process.stopped:
                 process.held.append(handle)
                 continue
             try:
-                handle.run()
+                handle._context.run(handle._callback, *handle._args)  # pyright: ignore[reportPrivateUsage]
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:

@@ -192,7 +192,7 @@ class SimNetwork:
         lost = self._random.random() < self._settings.loss
 
         def carry() -> None:
-            if not lost and not self.is_blocked(source, target):
+            if not (lost or self.closed or (source, target) in self._blocked):
                 self.note(f"{source} {target}")
                 arrive()
 

@@ -72,12 +72,12 @@ class Promises:
 
     def granted(self, engine: Watched, grant: Grant, now_s: float, duration_s: float) -> None:
         """A lease keeps its blocks as they are now."""
-        pool = engine.pool
+        pool, block_ids = engine.pool, grant.block_ids
         self.kept.setdefault(
             grant.lease_id,
             Kept(
-                {block_id: pool.owner(block_id) for block_id in grant.block_ids},
-                {block_id: pool.read(block_id) for block_id in grant.block_ids},
+                dict(zip(block_ids, pool.owners(block_ids), strict=True)),
+                dict(zip(block_ids, pool.read_all(block_ids), strict=True)),
                 now_s + duration_s / RATE_LEAST,
                 engine.process.virtual_s(engine.process.local_s(now_s) + duration_s),
             ),
@@ -93,7 +93,7 @@ class Promises:
         """(a) what is kept is what was granted; (b) what nobody renews is gone."""
         for hold in engine.table.holds():
             kept = self.kept[hold.grant.lease_id]
-            if hold.state is LeaseState.HELD and now_s > kept.must_end_s + ROUNDING_S:
+            if now_s > kept.must_end_s + ROUNDING_S and hold.state is LeaseState.HELD:
                 lease = lease_id_to_hex(hold.grant.lease_id)
                 self.broken("b", f"lease {lease} at {engine.process.name} outlives its last renewal")
         if engine.table.has_ended():
@@ -167,7 +167,7 @@ class Promises:
             self.broken("a", f"a READ of lease {lease} brought what was not kept")
 
     def _is_changed(self, engine: Watched, kept: Kept) -> bool:
-        return any(engine.pool.owner(block_id) != owner for block_id, owner in kept.owners.items())
+        return engine.pool.owners(kept.owners) != list(kept.owners.values())
 
     # --- at the router ------------------------------------------------------------------------------------
 

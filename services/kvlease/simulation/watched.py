@@ -84,7 +84,7 @@ class WatchedHolder(SimHolder):
         self.watch.promises.check_holds(self.watch.engine, self.watch.now_s)
 
     def _tell(self) -> None:
-        events, watch = self._table.take_events(), self.watch
+        events, watch, holder = self._table.take_events(), self.watch, self._table.holder
         for event in events:
             hold = self._table.get(event.lease_id)
             if event.confirmed and hold is not None:
@@ -92,9 +92,9 @@ class WatchedHolder(SimHolder):
             kept = watch.promises.kept.get(event.lease_id)
             if event.state in TERMINAL and kept is not None:
                 kept.ended = event.state
-        watch.promises.check_epoch(self.holder.boot_id, self.holder.epoch)
+        watch.promises.check_epoch(holder.boot_id, holder.epoch)
         if events and self._listener is not None:
-            self._listener.happened(self.holder, events)
+            self._listener.happened(holder, events)
 
 
 class WatchedReader(Reader):
@@ -118,7 +118,7 @@ class WatchedReader(Reader):
 
     def _landing(self, owned: tuple[int, ...], block_bytes: int) -> Landed:
         land, pool = super()._landing(owned, block_bytes), self._pool
-        owners = [pool.owner(block_id) for block_id in owned]
+        owners = pool.owners(owned)
 
         def watched(place: int, content: bytes) -> None:
             if pool.owner(owned[place]) != owners[place]:
