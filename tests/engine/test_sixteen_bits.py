@@ -1,6 +1,7 @@
-"""A second turn on engines with latent attention (MLA), as the models of DeepSeek and GLM have it.
+"""A second turn on engines that compute in 16 bits: with the attention kernels of GPUs, and with latent attention.
 
-Kernels for it compute in 16 bits, where long answers drift by themselves: what is compared is the first token.
+Latent attention (MLA) is what the models of DeepSeek and GLM have. In 16 bits long answers drift by themselves: what
+is compared is the first token.
 """
 
 import os
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         os.environ.get("KVLEASE_TEST_DEVICE") != "cuda",
-        reason="needs GPUs: the CPU build's own prefill and decode differ by up to 0.4 in a logprob",
+        reason="needs GPUs: with MLA the CPU build's own prefill and decode differ by up to 0.4 in a logprob",
     ),
 ]
 
@@ -26,10 +27,14 @@ BLOCK = 64
 LOGPROB_TOLERANCE = 0.1
 
 
-@pytest.fixture(scope="module")
-def pair_plan(tmp_path_factory: pytest.TempPathFactory) -> PairPlan:
-    model = write_mla_model(tmp_path_factory.mktemp("mla"))
-    own = ("--block-size", str(BLOCK), "--max-model-len", str(POSITIONS_MAX), "--dtype", "bfloat16")
+@pytest.fixture(scope="module", params=["FLASH_ATTN", "TRITON_MLA"])
+def pair_plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PairPlan:
+    backend: str = request.param
+    model = write_mla_model(tmp_path_factory.mktemp("mla")) if backend == "TRITON_MLA" else None
+    own = (
+        *("--block-size", str(BLOCK), "--max-model-len", str(POSITIONS_MAX)),
+        *("--dtype", "bfloat16", "--attention-backend", backend),
+    )
     return PairPlan(arguments={EngineRole.PREFILL: own, EngineRole.DECODE: own}, model=model)
 
 
@@ -40,11 +45,11 @@ async def begins_like_a_cold_run(pair: Pair, history: list[Message], reply: Comp
     )
 
 
-@pytest.mark.parametrize("opening", [FIRST, EDITED])
+@pytest.mark.parametrize("opening", [FIRST, EDITED], ids=["continued", "edited"])
 async def test_a_second_turn_reads_back_what_it_shares_and_begins_like_a_cold_run(
     pair: Pair, opening: str
 ) -> None:
-    name = f"latent {opening}"
+    name = f"conversation {opening[:24]}"
     history: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
     first = await pair.turn(history, name)
     assert await begins_like_a_cold_run(pair, history, first.reply)
