@@ -17,12 +17,14 @@ class Figures:
 
     Attributes:
         ttft_s: mean, median and 99th percentile of the time to the first token.
+        turn_s: mean and 99th percentile of the time to the last token.
         token_s: mean and 99th percentile, over turns, of the mean time from one token to the next.
         reused: share of all prompt tokens that nobody computed again.
         paths: turns by their path and its reason.
     """
 
     ttft_s: tuple[float, float, float]
+    turn_s: tuple[float, float]
     token_s: tuple[float, float]
     reused: float
     paths: Mapping[str, int]
@@ -34,6 +36,8 @@ class Figures:
             "ttft_mean_s": round(mean_s, 3),
             "ttft_p50_s": round(median_s, 3),
             "ttft_p99_s": round(slow_s, 3),
+            "turn_mean_s": round(self.turn_s[0], 3),
+            "turn_p99_s": round(self.turn_s[1], 3),
             "between_tokens_mean_ms": round(self.token_s[0] * 1e3, 2),
             "between_tokens_p99_ms": round(self.token_s[1] * 1e3, 2),
             "reused_share": round(self.reused, 4),
@@ -76,13 +80,17 @@ class RoutingReport:
 
     def table(self) -> str:
         """The figures for a terminal."""
-        head = f"{'load':>5} {'policy':14} {'mean':>10} {'p50':>10} {'p99':>10}  {'reused':>7}  {'between tokens':>14}"
+        head = (
+            f"{'load':>5} {'policy':14} {'mean':>10} {'p50':>10} {'p99':>10}  {'whole turn':>10}"
+            f"  {'reused':>7}  {'between tokens':>14}"
+        )
         lines = [head]
         for load, of_load in self.figures.items():
             for name, one in of_load.items():
                 times = " ".join(f"{seconds:8.3f} s" for seconds in one.ttft_s)
                 lines.append(
-                    f"{load:5g} {name:14} {times}  {one.reused:7.1%}  {one.token_s[0] * 1e3:11.1f} ms"
+                    f"{load:5g} {name:14} {times}  {one.turn_s[0]:8.3f} s"
+                    f"  {one.reused:7.1%}  {one.token_s[0] * 1e3:11.1f} ms"
                 )
         lines.append("")
         lines += [f"{'met' if met else 'NOT MET':8} {goal}" for goal, met in self.goals().items()]
@@ -124,11 +132,13 @@ def measure(
 
 def _figures(turns: Sequence[Turn]) -> Figures:
     ttfts_s = sorted(turn.first_s - turn.came_s for turn in turns)
+    turns_s = sorted(turn.ended_s - turn.came_s for turn in turns)
     tokens_s = sorted(turn.between_tokens_s for turn in turns if turn.later_tokens)
     prompts = sum(turn.visit.prompt_tokens for turn in turns)
     paths = Counter(f"{turn.plan.path.value}; {turn.plan.reason.value}" for turn in turns)
     return Figures(
         (_mean(ttfts_s), _quantile(ttfts_s, 0.5), _quantile(ttfts_s, 0.99)),
+        (_mean(turns_s), _quantile(turns_s, 0.99)),
         (_mean(tokens_s), _quantile(tokens_s, 0.99)),
         sum(turn.reused_tokens for turn in turns) / max(1, prompts),
         dict(sorted(paths.items())),
