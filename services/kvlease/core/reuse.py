@@ -98,7 +98,9 @@ def _rate(share: float, within: list[float], begin: int) -> float:
     for end in range(begin + 1, BUCKETS + 1):
         away = 1.0 - share * (within[end - 1] + within[end]) / 2
         occupied_s += (EDGES_S[end] - EDGES_S[end - 1]) * away
-        best = max(best, share * (within[end] - within[begin]) / occupied_s)
+        rate = share * (within[end] - within[begin]) / occupied_s
+        if rate > best:
+            best = rate
     return best
 
 

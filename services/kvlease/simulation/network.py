@@ -274,14 +274,15 @@ class Connection:
             return
         network, target = self._network, self.other(source)
         now_s = network.loop.virtual_s
-        arrives_s = max(self._last_s[source], now_s + network.delay_s(source.name, target.name))
+        here, there = source.name, target.name
+        arrives_s = max(self._last_s[source], now_s + network.delay_s(here, there))
         self._last_s[source] = arrives_s
 
         def arrive() -> None:
-            if self._broken or network.is_blocked(source.name, target.name):
+            if self._broken or network.is_blocked(here, there):
                 self._break()
             elif self._open[target]:
-                network.note(f"{source.name} {target.name}")
+                network.note(f"{here} {there}")
                 target.deliver(deliver if not target.stopped else late)
 
         def late() -> object:
