@@ -407,6 +407,11 @@ def test_else_a_prefill_engine_computes_it(prefill: EngineSignal, decode: Engine
     )
 
 
+def test_a_decode_engine_computes_no_prompt_alone_where_its_streams_shall_not_wait() -> None:
+    made = first_turn(QUEUED, ROOMY, limits=PlanLimits(decode_alone=False))
+    assert (made.reason, made.prefill_engine_id) == (PlanReason.FIRST_TURN, "p")
+
+
 def test_a_decode_engine_that_has_computed_nothing_yet_is_thought_as_fast_as_a_prefill_engine() -> None:
     assert first_turn(QUEUED, replace(ROOMY, prefill=None)).reason is PlanReason.PREFILL_OVERLOADED
     slow = replace(ROOMY, prefill=Line(0.0, 1e-3, 100))

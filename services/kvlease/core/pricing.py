@@ -102,7 +102,13 @@ def prices_without_lease(
     """
     limits, prompt = signals.limits, signals.prompt_tokens
     computing = prefill.prefill if prefill is not None else None
-    if prefill is None or computing is None or not prompt or not limits.samples_min:
+    if (
+        prefill is None
+        or computing is None
+        or not prompt
+        or not limits.samples_min
+        or not limits.decode_alone
+    ):
         return ()
     if computing.samples < limits.samples_min or not decode.kv_tokens or not decode.has_room(prompt):
         return ()

@@ -78,7 +78,8 @@ class PlanLimits:
         reads_max: READs in flight at one engine, as source or as sink, past which no lease is read back.
         samples_min: measurements of each rate from which on predicted times decide; 0: thresholds always do.
         steady_share: another path than the conversation's last one must be faster by this share.
-        delay_weight: what a second that a running stream waits counts for, beside a second to the first token.
+        delay_weight: what a second that a running stream waits for an append counts for, beside one to the first token.
+        decode_alone: a decode engine may compute a whole prompt while prefill engines are overloaded.
     """
 
     append_tokens_max: int = 512
@@ -88,6 +89,7 @@ class PlanLimits:
     samples_min: int = 32
     steady_share: float = 0.2
     delay_weight: float = 0.1
+    decode_alone: bool = True
 
 
 DEFAULT_LIMITS = PlanLimits()

@@ -28,6 +28,7 @@ RELOADED_SETTINGS = frozenset(
         "rate_samples_min",
         "steady_share",
         "delay_weight",
+        "decode_alone",
         "wait_for_offer_s",
         "turn_timeout_s",
         "prefill_timeout_s",
@@ -103,6 +104,11 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     delay_weight: float = setting(
         0.1,
         "what a second that a running stream waits for an append counts for, beside one to the first token",
+    )
+    decode_alone: bool = setting(
+        True,
+        "a decode engine with room computes a whole prompt where prefill engines would begin with it only after it is "
+        "done, and all together wait less; false: its streams never wait for one",
     )
     decisions_max: int = setting(1000, "decisions kept in memory for `kvlease explain`")
     decisions_file: str = setting("", "file to which each decision is added as a line of JSON; empty: none")
@@ -317,6 +323,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             samples_min=self.rate_samples_min,
             steady_share=self.steady_share,
             delay_weight=self.delay_weight,
+            decode_alone=self.decode_alone,
         )
         return TurnLimits(
             plan,
