@@ -1,8 +1,10 @@
 """The HTTP client towards engines, against a server that sends any bytes."""
 
 import asyncio
+import gc
 import socket
 import struct
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -284,3 +286,25 @@ async def test_an_answer_without_a_length_whose_connection_is_reset_is_not_whole
         begun.set()
         with pytest.raises(LegError):
             await reply.body()
+
+
+@pytest.mark.parametrize("sent", [b"", b"no HTTP\r\n\r\n", WHOLE[:-1]])
+async def test_an_error_lets_go_of_its_request_without_a_collection_of_garbage(sent: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(sent)
+        await writer.drain()
+
+    async def failed(engine: Site) -> weakref.ref[LegError]:
+        try:
+            await engine.ask()
+        except LegError as error:
+            return weakref.ref(error)
+        raise AssertionError
+
+    gc.disable()
+    try:
+        async with site(serve) as engine:
+            assert (await failed(engine))() is None
+    finally:
+        gc.enable()

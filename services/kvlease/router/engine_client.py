@@ -212,6 +212,10 @@ class _Connection(asyncio.Protocol):
         self._wake()
         self.resume_writing()
 
+    def forget_failure(self) -> None:
+        """Nobody waits for the answer any more. An error that was raised holds on to the request, and to us."""
+        self._failed = None
+
     def close(self) -> None:
         """Closes the connection at once."""
         if self._transport is not None:
@@ -411,6 +415,7 @@ class HttpEngines:
 
     def give_back(self, origin: Origin, connection: _Connection) -> None:
         """Keeps a connection whose answer was read to the end, and closes any other one."""
+        connection.forget_failure()
         idle = self._idle.get(origin)
         if idle is None:
             idle = self._idle[origin] = deque()

@@ -11,9 +11,9 @@ from kvlease.runtime.clock import LoopClock
 from kvlease.runtime.config import ConfigError, add_config_arguments, load_config
 from kvlease.runtime.process import run_service
 
-GARBAGE_THRESHOLDS = (20_000, 20, 50)
-"""A turn leaves next to no cycles, but every collection looks through what is remembered of each conversation: with
-the interpreter's own thresholds (700, 10, 10), an eighth of a router's CPU."""
+GARBAGE_THRESHOLDS = (5_000, 10, 20)
+"""A turn leaves next to no cycles, but collections look through what is remembered of each conversation: with the
+interpreter's own thresholds (700, 10, 10) a tenth of a router's CPU, with these a fiftieth."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
