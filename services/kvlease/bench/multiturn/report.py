@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvlease.bench.multiturn.plan import Mode, TurnStats
@@ -38,7 +39,7 @@ def summary(turns: Iterable[TurnStats]) -> list[dict[str, Any]]:
             "suffix": percentile([turn.suffix for turn in group], 0.5),
             "conversations": key[4],
             "turns": len(group),
-            "ttft_p50_ms": percentile([turn.ttft_ms for turn in group], 0.5),
+            "ttft_p50_ms": median(turn.ttft_ms for turn in group),
             "ttft_p99_ms": percentile([turn.ttft_ms for turn in group], 0.99),
             "prefill_p50_ms": percentile([turn.prefill_ms for turn in group], 0.5),
             "read_p50_ms": percentile([turn.read_ms for turn in group], 0.5),
