@@ -41,7 +41,12 @@ def test_a_cold_start_among_the_first_samples_moves_a_line_little() -> None:
     assert cold.line.seconds(8000) == pytest.approx(0.85, rel=0.2)
     for units in sizes * 2:
         cold.add(units, 0.05 + 1e-4 * units)
-    assert cold.line.seconds(256) == pytest.approx(0.0756, rel=0.25)
+    assert cold.line.seconds(256) == pytest.approx(0.0756, rel=0.01)
+
+
+def test_a_line_that_began_at_nothing_learns_that_work_takes_time() -> None:
+    made = estimate(*[(1000, 0.0)] * 20, *[(1000, 0.5)] * 400)
+    assert made.line.seconds(1000) == pytest.approx(0.5, rel=0.01)
 
 
 def test_work_that_grows_faster_than_its_units_hides_nothing_of_what_is_fixed() -> None:

@@ -17,6 +17,9 @@ MEMORY_SAMPLES = 64.0
 EARLY_SAMPLES = 8
 """So many samples are kept as they are and fitted by medians: one of the first is often a cold start."""
 
+COLD_MIN = 2.0
+"""An early sample of so many times what the early ones say together was a cold start, and is left out."""
+
 SPREAD_MIN = 0.1
 """Units that vary by less than this share of their mean say nothing of what is fixed and what is per unit."""
 
@@ -69,7 +72,8 @@ class LineEstimate:
         else:
             if self._samples == EARLY_SAMPLES + 1:
                 self._summarise_early()
-            self._sum(units, min(seconds, SURPRISE_MAX * self.line.seconds(units)))
+            expected_s = self.line.seconds(units)
+            self._sum(units, min(seconds, SURPRISE_MAX * expected_s) if expected_s else seconds)
         self._line = None
 
     @property
@@ -84,7 +88,8 @@ class LineEstimate:
         expected = self.line
         early, self._early = self._early, []
         for x, y in early:
-            self._sum(1.0 / x, min(y / x, SURPRISE_MAX * expected.seconds(1.0 / x)))
+            if y / x <= COLD_MIN * expected.seconds(1.0 / x):
+                self._sum(1.0 / x, y / x)
 
     def _sum(self, units: float, seconds: float) -> None:
         x, y, kept = 1.0 / units, seconds / units, 1.0 - 1.0 / MEMORY_SAMPLES
