@@ -22,10 +22,16 @@ def request_root(request: "Request", tenant: str, model: str, weights_version: s
     )
 
 
-def request_chain(request: "Request", root: ChainRoot, tokens: int, block_size: int) -> BlockChain:
-    """Digests the first `tokens` tokens of a request (prompt and output), block by block."""
+def request_chain(
+    request: "Request", root: ChainRoot, tokens: int, block_size: int, known: bytes = b""
+) -> BlockChain:
+    """Digests the first `tokens` tokens of a request (prompt and output), block by block.
+
+    Args:
+        known: digests of the request's own chain, as far as they were computed before.
+    """
     token_ids = request._all_token_ids[:tokens]
-    return chain(root, token_ids, block_size, _multimodal_extras(request, tokens, block_size))
+    return chain(root, token_ids, block_size, _multimodal_extras(request, tokens, block_size), known)
 
 
 def _multimodal_extras(request: "Request", tokens: int, block_size: int) -> dict[int, bytes]:

@@ -205,6 +205,7 @@ class SchedulerHalf:
             self._reads.settle(read, "skipped")
             return 0, False
         if self._reads.is_waiting(read):
+            self._prompt_chain(turn)  # While the answer is on its way.
             return None, False
         if read.stage is not Stage.PINNED or not self._has_our_layout(read):
             return 0, False
@@ -310,7 +311,13 @@ class SchedulerHalf:
         root = request_root(
             turn.request, turn.params.tenant, self._root_model, self._settings.weights_version
         )
-        return request_chain(turn.request, root, tokens, self._block_size)
+        known = turn.chain.digests if turn.chain is not None else b""
+        return request_chain(turn.request, root, tokens, self._block_size, known)
+
+    def _prompt_chain(self, turn: Turn) -> BlockChain:
+        if turn.chain is None:
+            turn.chain = self._chain_of(turn, turn.request.num_prompt_tokens)
+        return turn.chain
 
     def verified(self, held: BlockChain, prompt: BlockChain) -> int:
         """Tokens at the head of the lease that belong to the prompt."""
@@ -330,13 +337,13 @@ class SchedulerHalf:
     def _verify(self, turn: Turn, read: Read, blocks: BlockList) -> None:
         """Compares the lease's digests with the prompt's."""
         prompt_tokens = turn.request.num_prompt_tokens
-        turn.chain = self._chain_of(turn, prompt_tokens)
+        prompt = self._prompt_chain(turn)
         held = BlockChain(self._block_size, blocks.digests, blocks.tokens, blocks.tail_digest)
-        verified = self.verified(held, turn.chain)
+        verified = self.verified(held, prompt)
         if read.order.kind is LeaseKind.CONVERSATION:
             whole = (prompt_tokens - 1) // self._block_size * self._block_size
             verified = min(verified, whole)
-        self._reads.verify(read, held, turn.chain, verified)
+        self._reads.verify(read, held, prompt, verified)
 
     def _has_our_layout(self, read: Read) -> bool:
         """Whether the holder's KV lies as ours does; settles the READ when it does not."""

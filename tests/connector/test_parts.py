@@ -157,6 +157,13 @@ def test_an_image_changes_the_digest_of_every_block_it_reaches_into_and_those_af
     assert len({plain[16:32], shown[16:32], other[16:32]}) == 3
 
 
+def test_a_chain_goes_on_from_what_is_known_of_it_also_within_an_image() -> None:
+    shown = request(18, mm_features=[image(5, 8, "cat")])
+    known = request_chain(shown, ROOT, 10, 4).digests
+    assert request_chain(shown, ROOT, 18, 4, known) == request_chain(shown, ROOT, 18, 4)
+    assert request_chain(shown, ROOT, 7, 4, known) == request_chain(shown, ROOT, 7, 4)
+
+
 def test_the_same_image_in_another_place_has_another_digest() -> None:
     one = request_chain(request(8, mm_features=[image(4, 2, "cat")]), ROOT, 8, 4)
     two = request_chain(request(8, mm_features=[image(5, 2, "cat")]), ROOT, 8, 4)
