@@ -266,6 +266,16 @@ async def test_a_body_that_says_it_is_too_long_is_not_waited_for(stack: Stack) -
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
+async def test_a_client_that_stops_in_the_middle_of_its_body_is_given_up(
+    stack: Stack, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlease.router.client.BODY_IDLE_S", 0.05)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    async with sent_raw(stack, head + b'{"model":') as (reader, _):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    assert decode.received == []
+
+
 async def test_metrics_count_turns_by_path_and_reason(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

@@ -1,8 +1,12 @@
 """The client's side of one turn over aiohttp."""
 
+import asyncio
 from collections.abc import Mapping
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+
+BODY_IDLE_S = 60.0
+"""A client that stops in the middle of its body for so long is given up: it would hold what has come for ever."""
 
 
 class HttpClient:
@@ -37,14 +41,25 @@ async def read_body(request: web.Request) -> bytes:
 
     Raises:
         web.HTTPRequestEntityTooLarge: it is longer than the application takes.
+        web.HTTPRequestTimeout: nothing more of it came for `BODY_IDLE_S`.
     """
     parts: list[bytes] = []
     size, size_max = 0, request.client_max_size
     if (request.content_length or 0) > size_max:  # it says so itself: nobody waits for it to come
         raise web.HTTPRequestEntityTooLarge(max_size=size_max, actual_size=request.content_length or 0)
-    async for part in request.content.iter_any():
+    content = request.content
+    while not content.at_eof():
+        part = await content.readany() if content.is_eof() else await _next_part(content)
         size += len(part)
         if size > size_max:
             raise web.HTTPRequestEntityTooLarge(max_size=size_max, actual_size=size)
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _next_part(content: StreamReader) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_IDLE_S):
+            return await content.readany()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason="the body did not come in time") from error
