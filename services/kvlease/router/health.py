@@ -121,6 +121,8 @@ class EngineHealth:
 
     async def _check(self) -> None:
         """Asks engines of which nothing comes for one token; those that do not answer are stalled."""
+        if not self._seats:
+            return
         silent = [engine for engine in self._engines.all() if self._silent_seat(engine) is not None]
         await asyncio.gather(*(self._ask_or_give_up(engine) for engine in silent))
 

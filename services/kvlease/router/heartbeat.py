@@ -29,13 +29,14 @@ class Heartbeat:
         self._registry = registry
         self._clock = clock
         self._interval_s = interval_s
-        self._woken = asyncio.Event()
+        self._woken: asyncio.Future[None] | None = None
         self._broken = False
         self._unanswered_s: float | None = None
 
     def wake(self) -> None:
         """A lease waits for its confirmation: the next beat goes out at once."""
-        self._woken.set()
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
     async def run(self) -> None:
         """Renews until cancelled; a broken stream is opened again and starts with a complete beat."""
@@ -55,15 +56,16 @@ class Heartbeat:
 
     async def _converse(self, stream: RenewalStream) -> None:
         self._unanswered_s = None
+        loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(self._receive(stream))
         try:
             while not receiver.done():
-                self._woken.clear()
+                self._woken = woken = loop.create_future()
                 now_s = self._clock.now_s()
                 if self._unanswered_s is None:
                     self._unanswered_s = now_s
                 await stream.send(self._table.beat(now_s))
-                await self._pause(receiver)
+                await self._pause(woken, receiver)
                 if (rest_s := now_s + BEATS_APART_S - self._clock.now_s()) > 0:
                     await asyncio.sleep(rest_s)
             receiver.result()
@@ -72,26 +74,22 @@ class Heartbeat:
             with contextlib.suppress(asyncio.CancelledError, KvleaseError):
                 await receiver
 
-    async def _pause(self, receiver: asyncio.Task[None]) -> None:
+    async def _pause(self, woken: asyncio.Future[None], receiver: asyncio.Task[None]) -> None:
         """Until the next beat is due: an interval, less when woken.
 
         Raises:
             HolderUnreachable: the registry is silent.
         """
         due_s = self._clock.now_s() + self._interval_s
-        waker = asyncio.create_task(self._woken.wait())
-        try:
-            while not (waker.done() or receiver.done()) and (now_s := self._clock.now_s()) < due_s:
-                silent_s = due_s if self._unanswered_s is None else self._unanswered_s + SILENCE_MAX_S
-                if silent_s <= now_s:
-                    raise HolderUnreachable(f"the registry answered no heartbeat for {SILENCE_MAX_S:g} s")
-                await asyncio.wait(
-                    {waker, receiver},
-                    timeout=min(due_s, silent_s) - now_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-        finally:
-            waker.cancel()
+        while not (woken.done() or receiver.done()) and (now_s := self._clock.now_s()) < due_s:
+            silent_s = due_s if self._unanswered_s is None else self._unanswered_s + SILENCE_MAX_S
+            if silent_s <= now_s:
+                raise HolderUnreachable(f"the registry answered no heartbeat for {SILENCE_MAX_S:g} s")
+            await asyncio.wait(
+                {woken, receiver},
+                timeout=min(due_s, silent_s) - now_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
 
     async def _receive(self, stream: RenewalStream) -> None:
         async for ack in stream.acks():
@@ -99,7 +97,7 @@ class Heartbeat:
             self._unanswered_s = None
             if ack.resync:
                 self._table.resync()
-                self._woken.set()
+                self.wake()
             again = self._table.ack(self._clock.now_s(), ack.sequence, ack.misses)
             if again:
-                asyncio.get_running_loop().call_later(RETRY_S, self._woken.set)
+                asyncio.get_running_loop().call_later(RETRY_S, self.wake)
