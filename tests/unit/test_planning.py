@@ -422,3 +422,24 @@ def test_those_who_come_after_a_turn_to_a_prefill_engine_are_as_many_as_it_finds
     few, many = (priced(4000, replace(MEASURED[0], running=n), MEASURED[1]) for n in (0, 10))
     assert [price.delay_s for price in few.prices] == [0.0, 0.0, 0.0]
     assert [price.delay_s for price in many.prices] == pytest.approx([0.0, 4.0, 12.0])
+
+
+@pytest.mark.parametrize(
+    ("backlog_tokens", "running", "samples_min", "path"),
+    [
+        (4_000, 2, 32, TurnPath.READBACK),
+        (4_001, 2, 32, TurnPath.APPEND),
+        (4_001, 1, 32, TurnPath.READBACK),
+        (4_001, 2, 0, TurnPath.READBACK),
+    ],
+    ids=["done as soon", "done sooner", "more wait", "thresholds only"],
+)
+def test_before_rates_are_known_a_long_suffix_is_appended_while_prefill_engines_have_more_to_compute(
+    backlog_tokens: int, running: int, samples_min: int, path: TurnPath
+) -> None:
+    queued = replace(PREFILL, backlog_tokens=backlog_tokens, running=running)
+    busy = replace(DECODE, backlog_tokens=1_000, running=2)
+    limits = PlanLimits(samples_min=samples_min)
+    made = planned(LeaseSignal("d", 3_000, tokens=8_000), queued, busy, limits=limits)
+    assert made.path is path
+    assert (made.reason is PlanReason.PREFILL_OVERLOADED) == (path is TurnPath.APPEND)

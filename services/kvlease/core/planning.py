@@ -194,9 +194,25 @@ def _path(signals: TurnSignals, decode: EngineSignal, prefill: EngineSignal | No
         return _cheapest(open_prices, signals)
     if lease.suffix_tokens <= limits.append_tokens_max and appendable:
         return _Choice(TurnPath.APPEND, PlanReason.SHORT_SUFFIX)
+    if (
+        appendable
+        and prefill is not None
+        and limits.samples_min
+        and _waits(prefill, decode, lease.suffix_tokens)
+    ):
+        return _Choice(TurnPath.APPEND, PlanReason.PREFILL_OVERLOADED)
     return _read_unless_capped(
         _why_not_append(limits, lease.suffix_tokens, holder, decode), readable=readable
     )
+
+
+def _waits(prefill: EngineSignal, decode: EngineSignal, tokens: int) -> bool:
+    """Whether a decode engine is done with so many tokens before a prefill engine begins, to the good of all together.
+
+    While rates are not known, a token is thought to take each engine as long.
+    """
+    done = decode.backlog_tokens + tokens
+    return done < prefill.backlog_tokens and decode.running <= prefill.running
 
 
 def _without_lease(
