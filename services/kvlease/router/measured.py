@@ -1,10 +1,9 @@
 """Times what a router asks of the registry and of engines."""
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any
 
 from aiohttp import web
 
@@ -160,7 +159,7 @@ class _MeasuredCall(AbstractAsyncContextManager[EngineReply]):
         finally:
             self._timer.observe(self._leg, outcome, self._clock.now_s() - begun_s)
 
-    def __aexit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Coroutine[Any, Any, bool | None]:
-        return self._inner.__aexit__(kind, error, traceback)
+    ) -> bool | None:
+        return await self._inner.__aexit__(kind, error, traceback)
