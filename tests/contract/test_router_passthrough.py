@@ -182,7 +182,8 @@ async def test_models_are_merged_over_engines_and_one_is_read_by_its_name(stack:
         await stack.add(StubEngine(name, EngineRole.DECODE, model=model))
     for path in ("/v1/models", "/models", "/v1/models/"):
         assert [model["id"] for model in (await stack.send("GET", path)).json["data"]] == ["org/a", "org/b"]
-    assert (await stack.send("GET", "/v1/models/org/b")).json["id"] == "org/b"
+    for path in ("/v1/models/org/b", "/models/org/b", "/v1/v1/models/org/b"):
+        assert (await stack.send("GET", path)).json["id"] == "org/b"
     missing = await stack.send("GET", "/v1/models/org/c")
     assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
 

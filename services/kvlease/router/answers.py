@@ -20,6 +20,9 @@ ALLOWED_METHODS = "DELETE, GET, HEAD, OPTIONS, POST"
 EXPOSED_HEADERS = "Retry-After, X-Conversation-Id, X-Kvlease-Lease, X-Kvlease-Route, X-Request-Id, Request-Id"
 PREFLIGHT_S = 86400
 
+BASES = ("/v1", "", "/v1/v1")
+"""How paths begin: clients have base URLs that lack /v1, or have it twice."""
+
 log = logging.getLogger(__name__)
 _request_id: ContextVar[str] = ContextVar("request_id")
 

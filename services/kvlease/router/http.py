@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvlease.core.records import EngineRole
-from kvlease.router.answers import Answers, Handler, Refused, error_answer, json_answer, request_id_of
+from kvlease.router.answers import (
+    ANY_BASE,
+    Answers,
+    Handler,
+    Refused,
+    error_answer,
+    json_answer,
+    request_id_of,
+)
 from kvlease.router.bodies import Reading, TurnRequest, parse_turn
 from kvlease.router.client import HttpClient, read_body
 from kvlease.router.conversation_api import ConversationApi
@@ -80,7 +88,7 @@ class Front:
         routes = [web.post(path, self._turn(api)) for api in Api for path in _spellings(api.value)]
         routes += [web.get(path, self._list_models) for path in _spellings("/v1/models")]
         routes += [
-            web.get("/v1/models/{model:.+}", self._model),
+            web.get(ANY_BASE + "models/{model:.+}", self._model),
             web.get("/", self._root),
             web.get("/live", self._live),
             web.get("/health", self._health),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from kvlease.router.answers import Refused, json_answer
+from kvlease.router.answers import ANY_BASE, Refused, json_answer
 from kvlease.router.responses import ResponseStore, UnknownResponse
 from kvlease.router.turn import JSON_HEADERS
 
@@ -22,7 +22,7 @@ class ResponseApi:
 
     def routes(self) -> list[web.RouteDef]:
         """The routes."""
-        response = "/v1/responses/{response_id}"
+        response = ANY_BASE + "responses/{response_id}"
         return [
             web.get(response, self._read),
             web.delete(response, self._delete),
