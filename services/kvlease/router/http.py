@@ -8,7 +8,7 @@ from aiohttp import web
 
 from kvlease.core.records import EngineRole
 from kvlease.router.answers import (
-    ANY_BASE,
+    BASES,
     Answers,
     Handler,
     Refused,
@@ -88,7 +88,7 @@ class Front:
         routes = [web.post(path, self._turn(api)) for api in Api for path in _spellings(api.value)]
         routes += [web.get(path, self._list_models) for path in _spellings("/v1/models")]
         routes += [
-            web.get(ANY_BASE + "models/{model:.+}", self._model),
+            *(web.get(base + "/models/{model:.+}", self._model) for base in BASES),
             web.get("/", self._root),
             web.get("/live", self._live),
             web.get("/health", self._health),
@@ -196,8 +196,8 @@ class Front:
 
 def _spellings(path: str) -> tuple[str, ...]:
     """A path as clients write it: with a base URL that lacks /v1 or has it twice, with a slash at the end."""
-    bases = (path, path.removeprefix("/v1"), "/v1" + path)
-    return tuple(base + slash for base in bases for slash in ("", "/"))
+    bare = path.removeprefix("/v1")
+    return tuple(base + bare + slash for base in BASES for slash in ("", "/"))
 
 
 def _methods(routes: Iterable[web.RouteDef]) -> dict[str, set[str]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from kvlease.router.answers import ANY_BASE, Refused, json_answer
+from kvlease.router.answers import BASES, Refused, json_answer
 from kvlease.router.responses import ResponseStore, UnknownResponse
 from kvlease.router.turn import JSON_HEADERS
 
@@ -22,13 +22,16 @@ class ResponseApi:
 
     def routes(self) -> list[web.RouteDef]:
         """The routes."""
-        response = ANY_BASE + "responses/{response_id}"
-        return [
-            web.get(response, self._read),
-            web.delete(response, self._delete),
-            web.get(response + "/input_items", self._items),
-            web.post(response + "/cancel", self._cancel),
-        ]
+        routes: list[web.RouteDef] = []
+        for base in BASES:
+            response = base + "/responses/{response_id}"
+            routes += [
+                web.get(response, self._read),
+                web.delete(response, self._delete),
+                web.get(response + "/input_items", self._items),
+                web.post(response + "/cancel", self._cancel),
+            ]
+        return routes
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         response_id = request.match_info["response_id"]
