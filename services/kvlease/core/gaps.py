@@ -43,12 +43,21 @@ class GapHistogram:
         """Share of the gaps that are at most so long, 0 when nothing is known. Never falls as `gap_s` grows."""
         if not self._weight or gap_s <= 0:
             return 0.0
-        if not self._up_to:
-            self._up_to = [0.0, *accumulate(self._weights)]
+        up_to = self._cumulated()
         place = _place(gap_s)
         whole = min(int(place), BUCKETS - 1)
         part = min(place - whole, 1.0)
-        return min((self._up_to[whole] + part * self._weights[whole]) / self._weight, 1.0)
+        return min((up_to[whole] + part * self._weights[whole]) / self._weight, 1.0)
+
+    def shares_within_edges(self) -> list[float]:
+        """`share_within` each of `EDGES_S`."""
+        weight = self._weight or 1.0
+        return [min(up_to / weight, 1.0) for up_to in self._cumulated()]
+
+    def _cumulated(self) -> list[float]:
+        if not self._up_to:
+            self._up_to = [0.0, *accumulate(self._weights)]
+        return self._up_to
 
 
 def _place(gap_s: float) -> float:

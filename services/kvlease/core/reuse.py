@@ -13,6 +13,7 @@ PRIOR_WEIGHT = 20.0
 
 PRIOR_MEDIAN_S = 60.0
 PRIOR_RETURNS = 0.5
+_PRIOR = [PRIOR_WEIGHT * edge_s / (edge_s + PRIOR_MEDIAN_S) for edge_s in EDGES_S]
 MEMORY_TURNS = 1000.0
 
 TURNS_TOLD_APART = 6
@@ -51,7 +52,7 @@ class ReuseModel:
         """Reuses per second that are to be expected of a conversation idle for so long; see the module."""
         known = PRIOR_WEIGHT + self._gaps.weight
         if not self._within or self._learnt > RELEARNT_SHARE * known:
-            self._within = [self._share_within(edge_s) for edge_s in EDGES_S]
+            self._within = self._shares_within_edges()
             self._shares = [returns.share for returns in self._returns]
             self._rates.clear()
             self._learnt = 0.0
@@ -65,9 +66,10 @@ class ReuseModel:
         self._returns[min(turns, TURNS_TOLD_APART - 1)].count(went_on)
         self._learnt += 1.0
 
-    def _share_within(self, gap_s: float) -> float:
-        known, prior = self._gaps.weight, gap_s / (gap_s + PRIOR_MEDIAN_S)
-        return (known * self._gaps.share_within(gap_s) + PRIOR_WEIGHT * prior) / (known + PRIOR_WEIGHT)
+    def _shares_within_edges(self) -> list[float]:
+        known, learnt = self._gaps.weight, self._gaps.shares_within_edges()
+        weight = known + PRIOR_WEIGHT
+        return [(known * share + prior) / weight for share, prior in zip(learnt, _PRIOR, strict=True)]
 
 
 @dataclass(slots=True)

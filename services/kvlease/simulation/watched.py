@@ -158,7 +158,7 @@ class WatchedRenewals(RenewalTable):
         again = super().ack(now_s, sequence, misses)
         for lease_id, lease in self._leases.items():
             until_s = self._held_until_s(lease_id, lease)
-            if until_s is not None and self.belief(now_s, lease_id) is Belief.HELD:
+            if until_s is not None and now_s < until_s and self.belief(now_s, lease_id) is Belief.HELD:
                 self._promises.check_belief(self._router, lease_id, until_s)
         return again
 
