@@ -77,6 +77,11 @@ class LineEstimate:
         self._line = None
 
     @property
+    def samples(self) -> int:
+        """How many measurements it rests on."""
+        return self._samples
+
+    @property
     def line(self) -> Line:
         """The line with the least relative errors among those that neither fall nor begin below zero."""
         if self._line is None:
@@ -169,21 +174,20 @@ class RateTable:
             return
         self._pairs.setdefault(pair, LineEstimate()).add(tokens, seconds)
         self._groups.setdefault(group, LineEstimate()).add(tokens, seconds)
-        line = self._pairs[pair].line
-        if line.samples >= self._samples_min:
-            self._pair_lines[pair] = line
+        if self._pairs[pair].samples >= self._samples_min:
+            self._pair_lines[pair] = self._pairs[pair].line
 
     def prefill_line(self, engine_id: str, group: str) -> Line | None:
         """How fast an engine computes prompts, None while nothing is known of it and its like."""
         own = self._prefill.get(engine_id)
-        if own is not None and own.line.samples >= self._samples_min:
+        if own is not None and own.samples >= self._samples_min:
             return own.line
         return self.group_line(group)
 
     def group_line(self, group: str) -> Line | None:
         """The line of a group, None while nothing is known of it."""
         known = self._groups.get(group)
-        return known.line if known is not None and known.line.samples else None
+        return known.line if known is not None and known.samples else None
 
     def forget(self, engine_id: str) -> None:
         """An engine is gone for good."""
