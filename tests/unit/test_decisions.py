@@ -91,6 +91,21 @@ def test_explain_shows_what_each_path_costs(written: Path, capsys: pytest.Captur
     assert all(f"{path.value}" in shown for path in TurnPath)
 
 
+def test_explain_tells_the_decode_engine_alone_from_a_prompt_that_is_handed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefill, decode = ENGINES
+    engines = (replace(prefill, backlog_tokens=90_000, running=9), replace(decode, kv_tokens=200_000))
+    signals = replace(SIGNALS, lease=PlanReason.FIRST_TURN, engines=engines)
+    log = DecisionLog(kept_max=1, file=tmp_path / "decisions.jsonl")
+    log.note("tenant", "turn-1", signals, plan(signals))
+    log.close()
+    assert cli.main(["explain", str(tmp_path / "decisions.jsonl")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "recompute, because prefill_overloaded: d" in shown[1]
+    assert [line[:16].rstrip() for line in shown[2:4]] == ["    recompute", "  → decode alone"]
+
+
 def test_explain_says_when_this_version_would_decide_otherwise(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
