@@ -156,6 +156,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, _Handle]] = []
         self._timers_set = 0
         # asyncio refers weakly to tasks: what stands still for ever would be collected, and its `finally` run.
+        # Those that are done leave the list whenever it has grown to twice what was left of it.
         self._tasks: list[asyncio.Task[Any]] = []
         self._tasks_max = 64
         self._world = Context()
