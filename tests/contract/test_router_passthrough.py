@@ -11,6 +11,7 @@ from aiohttp import FormData, web
 from yarl import URL
 
 from kvlease.core.records import EngineRole
+from kvlease.router.passing import FORM_MODEL
 from stubs.engines import MODEL, Received, StubEngine, send_chunks
 from stubs.router import FIRST, Answer, Stack
 
@@ -172,6 +173,23 @@ async def test_a_form_goes_to_an_engine_that_serves_its_model(stack: Stack, deco
         form.add_field("model", model)
         assert (await stack.send("POST", "/v1/audio/transcriptions", data=form)).status == 200
     assert (len(other.received), len(received(stack))) == (2, 4)
+
+
+def test_a_forms_model_is_looked_for_in_time_that_grows_with_the_form_only() -> None:
+    def form(head_lines: int) -> bytes:
+        return (
+            b'--b\r\nContent-Disposition: form-data; name="model"\r\n'
+            + b"A: b\r\n" * head_lines
+            + b"\r\nm\r\n"
+        )
+
+    named = FORM_MODEL.search(form(4))
+    assert named is not None
+    assert named.group(1) == b"m"
+    # A head of any length would be read anew from every line of a form that begins its fields so.
+    assert FORM_MODEL.search(form(5)) is None
+    for line in (b";name=model\r\n", b" \r\n"):
+        assert FORM_MODEL.search(b";name=model\r\n" + line * 10_000) is None
 
 
 # --- models --------------------------------------------------------------------------------------------------------

@@ -56,9 +56,10 @@ EXTENDED_NAME = re.compile(rb"[;\s]name\s*\*", re.IGNORECASE)
 """A field's name in the extended notation of RFC 2231, which may be split and escaped."""
 
 FORM_MODEL = re.compile(
-    rb'[;\s]name="?model"?\s*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n', re.IGNORECASE
+    rb'[;\s]name="?model"?[ \t]*\r\n(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{1,256})\r\n', re.IGNORECASE
 )
-"""The field of a form that names the model, in a group."""
+"""The field of a form that names the model, in a group. Bounded: a form may be long and begin such a field in every
+line of it."""
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 TRIES = 2
