@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -263,3 +264,15 @@ def test_of_events_alike_only_the_text_is_read(monkeypatch: pytest.MonkeyPatch) 
             cleaner.take(event({"choices": [choice(content=text)]}))
     cleaner.take(event({"choices": [choice(finish="stop")]}))
     assert (reader.reply().text, reader.finished_well) == ('abc"\u00e9\n', True)
+
+
+def test_a_long_text_takes_few_times_its_own_memory() -> None:
+    reader = ChoicesReader(choices=1)
+    long = event({"choices": [choice(content="x" * 500_000)]})
+    tracemalloc.start()
+    try:
+        assert StreamCleaner(reader, SHOWS_USAGE).take(long) == long
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(long)
+    finally:
+        tracemalloc.stop()
+    assert reader.reply().text == "x" * 500_000

@@ -30,6 +30,9 @@ OTHER_TEXT = "another text"
 SHAPES_MAX = 4
 """Shapes that are learnt in a stream: the first event often differs from the others."""
 
+SHAPE_BYTES_MAX = 1 << 14
+"""Of a longer event none is learnt: it is no usual one, and finding its text takes 130 times its length of memory."""
+
 
 class EventSplitter:
     """Cuts bytes, split anywhere, into whole events with their blank lines. Bounded by `EVENT_BYTES_MAX`."""
@@ -129,7 +132,7 @@ class StreamCleaner:
             self.error_status = count_of(mapping(fields.get("error")).get("code")) or self.error_status
         kept = self._dialect.clean(fields, streamed=True)
         if kept is fields:
-            if self._shapes_left:
+            if self._shapes_left and len(event) <= SHAPE_BYTES_MAX:
                 self._learn(event, fields)
             return event
         return b"" if kept is None else _with_payload(event, encode_answer(kept))
