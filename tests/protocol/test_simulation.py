@@ -73,6 +73,26 @@ def test_the_command_counts_seeds_steps_and_violations(capsys: pytest.CaptureFix
     assert document["first_seed"] is None
 
 
+def test_seeds_are_the_same_in_processes_of_their_own() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvlease.cli",
+        "sim",
+        "--seeds",
+        "4",
+        "--duration-s",
+        "3",
+        "--output",
+        "json",
+    ]
+    alone, shared = (
+        subprocess.run([*command, "--jobs", jobs], check=True, capture_output=True, timeout=100).stdout
+        for jobs in ("1", "3")
+    )
+    assert alone == shared
+
+
 @pytest.mark.parametrize(
     "arguments", [["--seeds", "0"], ["--from", "-1"], ["--duration-s", "nan"], ["--routers", "none"]]
 )

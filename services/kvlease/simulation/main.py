@@ -2,14 +2,21 @@
 
 import json
 import logging
+import multiprocessing
+import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
 from kvlease.simulation.run import RunResult, simulate
 from kvlease.simulation.world import WorldSettings
+
+SEEDS_A_JOB_MIN = 10
+"""Fewer seeds take less time than a process takes to start."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,23 +38,48 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=defaults.routers,
         help=f"routers that share the fleet (default: {defaults.routers})",
     )
+    parser.add_argument(
+        "--jobs",
+        type=_at_least(1),
+        help="processes that run seeds (default: one for each processor, as far as each gets ten seeds)",
+    )
     parser.add_argument("--output", choices=("table", "json"), default="table", help="what is printed")
 
 
 def run(arguments: Namespace) -> int:
     """Runs the seeds. The exit status: 0 when every promise was kept."""
-    logging.getLogger("kvlease").setLevel(logging.CRITICAL)
+    worlds = [
+        WorldSettings(seed, duration_s=arguments.duration_s, routers=arguments.routers)
+        for seed in range(arguments.first, arguments.first + arguments.seeds)
+    ]
+    processors = len(os.sched_getaffinity(0))
+    jobs = arguments.jobs or max(1, min(processors, arguments.seeds // SEEDS_A_JOB_MIN))
     results: list[RunResult] = []
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        settings = WorldSettings(seed, duration_s=arguments.duration_s, routers=arguments.routers)
-        result = simulate(settings)
-        results.append(result)
-        if arguments.output == "table":
-            sys.stdout.write(_line(result, replay_command(settings)) + "\n")
-            sys.stdout.flush()
+    with _simulated(worlds, jobs) as run_results:
+        for settings, result in zip(worlds, run_results, strict=True):
+            results.append(result)
+            if arguments.output == "table":
+                sys.stdout.write(_line(result, replay_command(settings)) + "\n")
+                sys.stdout.flush()
     if arguments.output == "json":
         sys.stdout.write(json.dumps(document(results), indent=2) + "\n")
     return 0 if all(result.ok for result in results) else 1
+
+
+@contextmanager
+def _simulated(worlds: Sequence[WorldSettings], jobs: int) -> Generator[Iterable[RunResult]]:
+    """What comes of each world, in their order. A seed's result does not depend on the process it runs in."""
+    if jobs == 1:
+        _be_quiet()
+        yield map(simulate, worlds)
+        return
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawning, initializer=_be_quiet) as processes:
+        yield processes.map(simulate, worlds)
+
+
+def _be_quiet() -> None:
+    logging.getLogger("kvlease").setLevel(logging.CRITICAL)
 
 
 def document(results: Sequence[RunResult]) -> dict[str, Any]:
