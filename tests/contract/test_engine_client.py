@@ -204,6 +204,21 @@ async def test_a_long_body_goes_out_in_full_and_an_early_refusal_ends_it() -> No
         await eventually(lambda: one.closed == 1)
 
 
+async def test_an_early_refusal_is_not_waited_for_until_the_body_is_read() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        await answered.wait()
+
+    answered = asyncio.Event()
+    async with site(refuse) as one:
+        async with asyncio.timeout(20):
+            assert await one.ask(b"x" * (32 << 20), timeout_s=600) == (413, b"")
+        answered.set()
+
+
 async def test_an_answer_that_nobody_reads_stops_coming() -> None:
     sent = 0
 

@@ -125,6 +125,7 @@ class _Connection(asyncio.Protocol):
         if self._bodiless:
             self.ended = True
         self._wake()
+        self.resume_writing()  # no more of the body is written, whether or not the engine goes on reading it
 
     def on_body(self, part: bytes) -> None:
         """A part of the body."""
