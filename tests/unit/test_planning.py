@@ -235,6 +235,8 @@ def test_once_a_prompt_is_computed_its_decode_engine_is_the_one_with_most_room_b
         replace(other, draining=True),
     ):
         assert with_decode_anew(made, signals, (PREFILL, filled, unfit)) == made
+        # The prefill engine is unknown for a moment, and what it computed waits there.
+        assert with_decode_anew(made, signals, (filled, unfit)) == made
     assert with_decode_anew(made, signals, ()) == made
 
 

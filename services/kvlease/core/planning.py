@@ -74,6 +74,8 @@ def with_decode_anew(made: Plan, signals: TurnSignals, engines: Collection[Engin
     if isinstance(lease, LeaseSignal) and lease.engine_id == made.decode_engine_id:
         return made
     source = next((e for e in engines if e.engine_id == prefill_id), None)
+    if prefill_id and source is None:
+        return made  # what fits the KV that waits at it cannot be told
     fitting = [e for e in engines if source is None or (e.retain and e.layout_hash == source.layout_hash)]
     decode = _decode(signals, fitting)
     if decode is None or decode.engine_id == made.decode_engine_id:
