@@ -1,4 +1,4 @@
-"""Fields that are the router's: a scan of the bytes against a full parse."""
+"""Fields that are the router's: what a client may write against what any parser finds in what an engine gets."""
 
 import json
 from typing import Any
@@ -8,13 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlease.core.errors import InvalidArgument
-from kvlease.router.reserved import (
-    CONTENT_FIELDS,
-    RESERVED_FIELDS,
-    is_plain,
-    strip_reserved,
-    without_reserved,
-)
+from kvlease.router.bodies import parse_object
+from kvlease.router.dialect import encode
+from kvlease.router.reserved import CONTENT_FIELDS, RESERVED_FIELDS, strip_reserved
 
 NAMES = st.sampled_from(
     [*RESERVED_FIELDS, "model", "messages", "extra_body", "stop", "a_b", "ключ", "\U0001f600"]
@@ -73,29 +69,37 @@ def all_keys(raw: bytes) -> set[str]:
 
 
 @given(BODIES)
-def test_bytes_that_are_called_plain_hold_no_reserved_key_for_any_parser(raw: bytes) -> None:
-    if is_plain(raw):
-        assert not all_keys(raw) & set(RESERVED_FIELDS)
-
-
-@given(st.dictionaries(st.sampled_from(["model", "user", "ключ"]), st.integers() | st.text("ab\U0001f600")))
-def test_ordinary_bodies_are_plain(body: dict[str, Any]) -> None:
-    assert is_plain(json.dumps(body, ensure_ascii=False).encode())
+def test_no_parser_finds_a_reserved_key_in_what_an_engine_gets_however_it_was_spelt(raw: bytes) -> None:
+    try:
+        body = parse_object(raw)
+    except InvalidArgument:
+        return
+    strip_reserved(body)
+    sent = json.loads(encode(body))
+    assert sent == body
+    read = {name: value for name, value in sent.items() if name not in CONTENT_FIELDS}
+    assert not all_keys(encode(read)) & set(RESERVED_FIELDS)
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        b'{"kv_transfer_params": 1}',
-        b'{"a": [{"vllm_xargs": {}}]}',
-        rb'{"kv\u005ftransfer_params": 1}',
-        b'{"a": "\xff"}',
-        '{"ec_transfer_params": 1}'.encode("utf-16-le"),
-        '{"a": 1}'.encode("utf-32"),
+        rb'{"a": 1, "kv\u005ftransfer_params": 1}',
+        b'{"a": 1, "kvlease": {}, "kvlease": {"keep": 1}}',
+        b'{"a": 1, "vllm_xargs": {"kv_transfer_params": {}}}',
+        '{"a": 1, "ec_transfer_params": 1}'.encode("utf-8-sig"),
     ],
 )
-def test_whatever_might_be_read_otherwise_is_not_plain(raw: bytes) -> None:
-    assert not is_plain(raw)
+def test_a_reserved_key_is_removed_however_it_is_spelt(raw: bytes) -> None:
+    body = parse_object(raw)
+    strip_reserved(body)
+    assert body == {"a": 1}
+
+
+@pytest.mark.parametrize("raw", [b"\xff", b"{kvlease", '{"a": 1}'.encode("utf-16"), b'{"a": 1}\0', b"[]"])
+def test_a_body_that_cannot_be_judged_is_not_passed_on(raw: bytes) -> None:
+    with pytest.raises(InvalidArgument):
+        parse_object(raw)
 
 
 @given(VALUES.filter(lambda text: text.startswith("{")))
@@ -106,18 +110,3 @@ def test_nothing_reserved_is_left_outside_of_what_the_client_says(text: str) -> 
     rest = {name: value for name, value in body.items() if name not in CONTENT_FIELDS}
     assert not all_keys(json.dumps(rest).encode()) & set(RESERVED_FIELDS)
     assert {name: json.dumps(body[name]) for name in said} == said
-
-
-def test_a_plain_body_is_passed_on_byte_by_byte_and_any_other_one_is_written_anew() -> None:
-    plain = b'{ "model" : "m",  "x": 1.10 }'
-    assert without_reserved(plain) is plain
-    assert json.loads(without_reserved(rb'{"vllm_x\u0061rgs": 1, "a": [{"kvlease": 1, "b": "\u00e4"}]}')) == {
-        "a": [{"b": "ä"}]
-    }
-    assert without_reserved(b'[{"kvlease": 1}]') == b"[{}]"
-
-
-@pytest.mark.parametrize("raw", [b"\xff", b"{kvlease", '{"a": 1}'.encode("utf-16")])
-def test_a_body_that_cannot_be_judged_is_not_passed_on(raw: bytes) -> None:
-    with pytest.raises(InvalidArgument):
-        without_reserved(raw)
