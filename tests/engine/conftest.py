@@ -47,7 +47,10 @@ async def pair(engines_lock: None, pair_plan: PairPlan) -> AsyncIterator[Pair]:
     stack = Pair.make_stack(pair_plan)
     await stack.start()
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session:
+        # A connection of its own for each request: an engine ends idle ones whenever it likes.
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             yield Pair(stack, session)
     finally:
         await stack.stop()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,17 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class PairPlan:
-    """How a pair differs from `kvlease dev`'s."""
+    """How a pair differs from `kvlease dev`'s.
+
+    Attributes:
+        router: by default one in which thresholds decide the path of a turn, and not how long work has taken.
+    """
 
     kvlease_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     arguments: Mapping[EngineRole, tuple[str, ...]] = field(default_factory=dict[EngineRole, tuple[str, ...]])
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     connector_module: str = "kvlease_vllm.connector"
-    router: RouterConfig = field(default_factory=RouterConfig)
+    router: RouterConfig = field(default_factory=partial(RouterConfig, rate_samples_min=0))
     stack: type[Stack] = Stack
     otlp_endpoint: str = ""
     model: Path | None = None

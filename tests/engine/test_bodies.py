@@ -38,7 +38,11 @@ NO_ROUTE = "192.0.2.1:7"
 def pair_plan() -> PairPlan:
     """A confirmed lease outlives the module, so that blocks that come back were not kept by one."""
     router = RouterConfig(
-        heartbeat_interval_s=2.0, provisional_s=4.0, lease_duration_s=600.0, gap_floor_s=600.0
+        rate_samples_min=0,
+        heartbeat_interval_s=2.0,
+        provisional_s=4.0,
+        lease_duration_s=600.0,
+        gap_floor_s=600.0,
     )
     return PairPlan(kvlease_config={"pin_wait_s": 6.0}, router=router)
 

@@ -39,7 +39,10 @@ def pair_plan() -> PairPlan:
         arguments=dict.fromkeys(EngineRole, ("--num-gpu-blocks-override", "300")),
         environment={"UCX_TLS": "tcp"},
         router=RouterConfig(
-            reservation_s=15.0, heartbeat_interval_s=2.0, gap_returns_per_hour=NO_RETURN_IS_WORTH_IT
+            rate_samples_min=0,
+            reservation_s=15.0,
+            heartbeat_interval_s=2.0,
+            gap_returns_per_hour=NO_RETURN_IS_WORTH_IT,
         ),
     )
 
@@ -75,6 +78,7 @@ async def is_right(pair: Pair, messages: list[dict[str, Any]], turn: Outcome) ->
 
 async def test_an_expired_lease_is_a_miss_and_its_blocks_serve_others(pair: Pair) -> None:
     short = RouterConfig(
+        rate_samples_min=0,
         heartbeat_interval_s=0.5,
         lease_duration_s=2.0,
         provisional_s=2.0,

@@ -25,6 +25,7 @@ def pair_plan() -> PairPlan:
     """
     return PairPlan(
         router=RouterConfig(
+            rate_samples_min=0,
             heartbeat_interval_s=2.0,
             lease_duration_s=20.0,
             gap_floor_s=20.0,

@@ -31,7 +31,9 @@ def pair_plan() -> PairPlan:
             PREFILL: (*length, "--num-gpu-blocks-override", str(PREFILL_BLOCKS)),
             DECODE: (*length, "--num-gpu-blocks-override", str(DECODE_BLOCKS)),
         },
-        router=RouterConfig(heartbeat_interval_s=2.0, lease_duration_s=600.0, gap_floor_s=600.0),
+        router=RouterConfig(
+            heartbeat_interval_s=2.0, lease_duration_s=600.0, gap_floor_s=600.0, rate_samples_min=0
+        ),
         stack=FrontedStack,
     )
 

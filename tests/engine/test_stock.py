@@ -81,7 +81,9 @@ async def stock(engines_lock: None, tmp_path_factory: pytest.TempPathFactory) ->
             await engine.start()
         for engine in engines:
             await engine.wait_ready()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session:
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             yield StockPair(session, *(engine.base_url for engine in engines))
     finally:
         for engine in engines:

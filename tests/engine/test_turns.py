@@ -37,7 +37,7 @@ def pair_plan() -> PairPlan:
     override = ("--num-gpu-blocks-override", str(BLOCKS))
     return PairPlan(
         arguments={EngineRole.PREFILL: override, EngineRole.DECODE: override},
-        router=RouterConfig(gap_floor_s=300.0, append_tokens_max=APPEND_TOKENS_MAX),
+        router=RouterConfig(gap_floor_s=300.0, append_tokens_max=APPEND_TOKENS_MAX, rate_samples_min=0),
     )
 
 
