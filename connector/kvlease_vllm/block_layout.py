@@ -30,18 +30,18 @@ def prefer_layers_together(extra_config: dict[str, Any], kv_cache_config: "KVCac
         extra_config.setdefault(LAYERS_TOGETHER, "True")
 
 
-def pack_layers(kv_cache_config: "KVCacheConfig", backend: str, blocks_per_block: int) -> bool:
+def pack_layers(kv_cache_config: "KVCacheConfig", backend: str, kernel_blocks: int) -> bool:
     """Makes each layer a part of every block of one allocation; call before anything is allocated.
 
     Nothing is changed, and False returned, where the plan or the kernels do not allow it.
 
     Args:
         backend: name of the attention backend.
-        blocks_per_block: of the kernels' blocks, how many make one of the scheduler's.
+        kernel_blocks: how many blocks of the attention kernels make one of the scheduler's.
     """
     tensors = kv_cache_config.kv_cache_tensors
     sizes = {tensor.size for tensor in tensors}
-    if len(tensors) < 2 or len(sizes) != 1 or backend not in PACKABLE or blocks_per_block != 1:
+    if len(tensors) < 2 or len(sizes) != 1 or backend not in PACKABLE or kernel_blocks != 1:
         return False
     if any(len(tensor.shared_by) != 1 or getattr(tensor, "block_stride", None) != 0 for tensor in tensors):
         return False

@@ -101,7 +101,7 @@ def test_packed_layers_share_every_block_and_none_overlaps_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "backend", "blocks_per_block"),
+    ("plan", "backend", "kernel_blocks"),
     [
         (plan_of(Tensor(500, ["a"]), Tensor(400, ["b"])), "FLASH_ATTN", 1),
         (plan_of(Tensor(500, ["a", "b"]), Tensor(500, ["c", "d"])), "FLASH_ATTN", 1),
@@ -112,9 +112,9 @@ def test_packed_layers_share_every_block_and_none_overlaps_another() -> None:
         (plan_of(Tensor(500, ["a"]), Tensor(500, ["b"])), "FLASH_ATTN", 2),
     ],
 )
-def test_a_plan_that_cannot_be_packed_stays_as_it_is(plan: Any, backend: str, blocks_per_block: int) -> None:
+def test_a_plan_that_cannot_be_packed_stays_as_it_is(plan: Any, backend: str, kernel_blocks: int) -> None:
     before = list(plan.kv_cache_tensors)
-    assert not pack_layers(plan, backend, blocks_per_block)
+    assert not pack_layers(plan, backend, kernel_blocks)
     assert plan.kv_cache_tensors == before
 
 

@@ -1,8 +1,8 @@
 """Rates that were measured: how long work of so many units takes, as a straight line through recent samples.
 
 Pure: times are seconds of the caller's clock. A unit is a token, of a prompt that an engine computes or of KV that
-one engine READs from another. A READ costs per descriptor rather than per byte, and descriptors are as many per
-block as the model has layers: with a fixed layout tokens stand for blocks, descriptors and bytes alike.
+one engine READs from another. A READ costs per descriptor rather than per byte, and a block has a fixed number of
+them: with a fixed layout tokens stand for blocks, descriptors and bytes alike.
 """
 
 from collections.abc import Mapping
