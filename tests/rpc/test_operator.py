@@ -329,6 +329,20 @@ async def test_a_lease_that_is_not_recorded_is_a_problem(fleet: Fleet, pair: Pai
     assert lease_id_to_hex(7) in said.err
 
 
+@pytest.mark.parametrize("verb", [("list",), ("release", lease_id_to_hex(1))])
+async def test_leases_of_an_engine_that_is_not_registered_are_a_problem_that_names_it(
+    fleet: Fleet, pair: Pair, run: Run, verb: tuple[str, ...]
+) -> None:
+    pair.decode.grant(make_grant(1))
+    await confirm(fleet, 1)
+    where = ("--registry", address(fleet), "--output", "json")
+    said = await run("leases", *verb, "--engine", "nope", *where)
+    assert (said.status, said.out) == (1, "")
+    error = json.loads(said.err)["error"]
+    assert (error["reason"], error["message"]) == ("not_found", "engine nope is not registered")
+    assert pair.decode.table.get(1) is not None
+
+
 @pytest.mark.parametrize("text", ["7", "0000000000000000", "not-hex-at-all-!"])
 async def test_what_is_no_lease_id_is_a_wrong_use(run: Run, text: str) -> None:
     with pytest.raises(SystemExit) as refused:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvlease.core.errors import HolderUnreachable, KvleaseError
+from kvlease.core.errors import HolderUnreachable, KvleaseError, UnknownEngine
 from kvlease.core.lease import MissReason
 from kvlease.core.records import Engine, HolderGauges, LeaseRecord
 from kvlease.operator.command import Exit, OperatorError
@@ -40,6 +40,17 @@ class RegistryClient:
         call = self._stub.ListEngines(registry_pb2.ListEnginesRequest(), timeout=self._timeout_s)
         answer = await heard(call, self._peer)
         return tuple(engine_from_wire(engine) for engine in answer.engines)
+
+    async def find_engine(self, engine_id: str) -> Engine:
+        """The engine that is registered under an id.
+
+        Raises:
+            UnknownEngine: none is.
+        """
+        for engine in await self.list_engines():
+            if engine.holder.engine_id == engine_id:
+                return engine
+        raise UnknownEngine(f"engine {engine_id} is not registered")
 
     async def list_leases(self, engine_id: str = "", tenant: str = "") -> tuple[LeaseRecord, ...]:
         """Every recorded lease of an engine and of a tenant; empty: of any."""

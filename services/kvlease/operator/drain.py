@@ -5,7 +5,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from kvlease.core.clock import Clock
-from kvlease.core.errors import UnknownEngine
 from kvlease.core.records import Engine, EngineRole, HolderGauges
 from kvlease.operator.command import Exit, OperatorError, perform, show, warn
 from kvlease.operator.connection import Fleet, RegistryClient, fleet
@@ -60,7 +59,7 @@ async def _until_registered_so(registry: RegistryClient, arguments: Namespace, c
     """The engine once routers can know: its sidecar was told, and writes it into the store."""
     end_s = clock.now_s() + arguments.timeout_s
     while True:
-        engine = await _find(registry, arguments.engine_id)
+        engine = await registry.find_engine(arguments.engine_id)
         if engine.draining is not arguments.undo:
             return engine
         if clock.now_s() >= end_s:
@@ -94,7 +93,7 @@ async def _until_idle(
 ) -> tuple[Engine, HolderGauges]:
     end_s = clock.now_s() + arguments.wait_s
     while True:
-        engine = await _find(registry, arguments.engine_id)
+        engine = await registry.find_engine(arguments.engine_id)
         gauges = await ways.read_gauges(engine)
         if gauges.running_requests == 0 and gauges.reading_blocks == 0:
             return engine, gauges
@@ -105,10 +104,3 @@ async def _until_idle(
                 Exit.PROBLEM,
             )
         await asyncio.sleep(LOOK_AGAIN_S)
-
-
-async def _find(registry: RegistryClient, engine_id: str) -> Engine:
-    for engine in await registry.list_engines():
-        if engine.holder.engine_id == engine_id:
-            return engine
-    raise UnknownEngine(f"engine {engine_id} is not registered")

@@ -38,10 +38,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     for verb in (listing, getting, watching, releasing):
         add_registry_flag(verb)
         add_common_flags(verb)
+    parser.epilog = (
+        "Exit status: 0, 1 a lease or an engine that was named is not there, 2 usage, 3 the registry does not "
+        "answer."
+    )
 
 
 def run(arguments: Namespace) -> int:
-    """Performs one verb. The exit status: 1 when a lease is not there."""
+    """Performs one verb. The exit status: 1 when a lease, or an engine that was named, is not there."""
     verbs = {"list": _list, "get": _get, "watch": _watch, "release": _release}
     return perform(f"leases {arguments.verb}", verbs[arguments.verb], arguments)
 
@@ -50,6 +54,8 @@ async def _list(arguments: Namespace) -> int:
     async with fleet(arguments) as ways:
         registry = await ways.registry(arguments.registry)
         leases = await registry.list_leases(arguments.engine, arguments.tenant)
+        if arguments.engine and not leases:
+            await registry.find_engine(arguments.engine)
     show([lease_row(lease) for lease in leases], COLUMNS, arguments.output)
     return Exit.OK
 
@@ -101,6 +107,8 @@ async def _release(arguments: Namespace) -> int:
     rows: list[Row] = []
     async with fleet(arguments) as ways:
         registry = await ways.registry(arguments.registry)
+        if arguments.engine:
+            await registry.find_engine(arguments.engine)
         for each in arguments.lease_id:
             miss = await registry.release(each, arguments.engine)
             result = "released" if miss is None else miss.value
