@@ -6,6 +6,7 @@ reference, so that a finished request is freed as usual and an idle engine is no
 
 import logging
 import math
+import sys
 import time
 import uuid
 from collections import Counter
@@ -119,6 +120,7 @@ class SchedulerHalf:
 
     def bind(self, pool: "BlockPool") -> None:
         """Takes vLLM's block pool and begins to attach to the sidecar."""
+        sys.setswitchinterval(self._settings.switch_interval_s)
         total = pool.num_gpu_blocks
         budget = int(total * self._settings.retention_budget)
         limits = HoldLimits(

@@ -24,6 +24,9 @@ class ConnectorSettings:
         first_read_part_s: the same before the pair's first handshake, which may take long on a busy machine.
         pin_wait_s: how long a request waits for its pin before it recomputes.
         outbox_max: messages that wait for the sidecar; beyond it the newest hold is given back at once.
+        switch_interval_s: how long one thread of the engine's process keeps Python's interpreter while another waits
+            for it. Pins are answered and tokens sent by other threads than the one that computes; Python's own 0.005
+            makes each of them wait so long, several times a turn.
     """
 
     socket_dir: str
@@ -38,13 +41,14 @@ class ConnectorSettings:
     first_read_part_s: float = 60.0
     pin_wait_s: float = 2.0
     outbox_max: int = 4096
+    switch_interval_s: float = 0.0005
 
     def __post_init__(self) -> None:
         for name in ("retention_budget", "tenant_share", "reading_cap"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise InvalidArgument(f"kvlease.{name} is a fraction above 0 and at most 1, not {value}")
-        for name in ("lifetime_max_s", "read_part_s", "first_read_part_s", "pin_wait_s"):
+        for name in ("lifetime_max_s", "read_part_s", "first_read_part_s", "pin_wait_s", "switch_interval_s"):
             value = getattr(self, name)
             if not value > 0:
                 raise InvalidArgument(f"kvlease.{name} is a number of seconds above 0, not {value}")

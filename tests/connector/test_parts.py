@@ -45,7 +45,7 @@ def image(offset: int, length: int, identifier: str) -> Any:
         ({"socket_dir": "x", "outbox_max": 0}, r"outbox_max.*1.*0"),
         ({"socket_dir": "x", "pin_wait_s": 0}, "pin_wait_s"),
         ({"socket_dir": "x", "read_part_s": 90.0}, r"60\.0.*90\.0"),
-        ({"socket_dir": "x", "outbox_max": 0}, "outbox_max"),
+        ({"socket_dir": "x", "switch_interval_s": 0}, r"switch_interval_s.*above 0.*0"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(body: dict[str, Any], names: str) -> None:

@@ -1,5 +1,7 @@
 """What a finished turn keeps, as references on vLLM's real block pool."""
 
+import sys
+
 import pytest
 from engine_harness import (
     BLOCK,
@@ -23,6 +25,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 def prompt(tokens: int, start: int = 1) -> list[int]:
     return [start * 1000 + index for index in range(tokens)]
+
+
+def test_threads_that_answer_pins_do_not_wait_long_for_the_one_that_computes(engine: Harness) -> None:
+    assert sys.getswitchinterval() == pytest.approx(engine.half._settings.switch_interval_s) == 0.0005
 
 
 def test_a_turn_keeps_its_full_blocks_below_the_last_sampled_token(engine: Harness) -> None:
