@@ -7,10 +7,11 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvlease.core.attachment import EngineFacts
 from kvlease.core.digests import ChainRoot, chain
@@ -67,6 +68,15 @@ class Fleet:
         address = f"127.0.0.1:{self.registries[number]}"
         channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(address))
         return registry_pb2_grpc.RegistryServiceStub(channel)
+
+    async def health(self, number: int) -> str:
+        """What a registry tells of its service."""
+        address = f"127.0.0.1:{self.registries[number]}"
+        name = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     async def connector(self) -> FakeConnector:
         layout = KvLayout(32, "float32", 1, 1, 4096, "layout")
@@ -154,6 +164,7 @@ async def test_processes_wait_for_etcd_share_it_and_outlive_each_other(tmp_path:
         connector.grant(grant())
         one, two = await fleet.ask(0), await fleet.ask(1)
 
+        assert await until(lambda: fleet.health(0)) == "NOT_SERVING"
         await fleet.etcd.start()
         assert await until(lambda: engines(one)) == ["decode-1"]
         assert await until(lambda: pinned(one, "a"))

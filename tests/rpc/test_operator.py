@@ -4,7 +4,8 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,14 +19,20 @@ from kvlease.core.attachment import EngineFacts
 from kvlease.core.holding import Hold
 from kvlease.core.ids import Holder, lease_id_to_hex
 from kvlease.core.lease import LeaseEvent
-from kvlease.core.records import EngineRole, KvLayout, KvLocation
+from kvlease.core.records import Engine, EngineRole, KvLayout, KvLocation
 from kvlease.dev.embedded_etcd import EmbeddedEtcd
 from kvlease.dev.engine_process import free_ports
 from kvlease.operator import command as operator_command
 from kvlease.operator import leases
 from kvlease.operator.command import parser_kind
 from kvlease.operator.flags import base_url, host_port
+from kvlease.registry.config import RegistryConfig
+from kvlease.registry.server import RegistryServer
+from kvlease.runtime.clock import LoopClock
+from kvlease.store.memory import MemoryStore
+from kvlease.store.port import Batch
 from kvlease.testing.connector import FakeConnector
+from kvlease.testing.store import BreakableStore
 from kvlease.v1 import registry_pb2
 from kvlease.wire.values import duration_to_wire
 
@@ -126,6 +133,43 @@ async def test_health_is_zero_while_registry_and_sidecars_serve(fleet: Fleet, pa
     sidecar = fleet.sidecars[0].address
     said = await run("health", "--registry", address(fleet), "--sidecar", sidecar, "--output", "json")
     assert (said.status, [row["status"] for row in said.json]) == (0, ["ok", "ok"])
+
+
+class SilentStore(BreakableStore):
+    """A store whose watch of engines waits until `answers` is set, as that of an etcd that is away."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.answers = asyncio.Event()
+
+    @asynccontextmanager
+    async def watch_engines(self) -> AsyncGenerator[AsyncIterator[Batch[Engine]], None]:
+        await self.answers.wait()
+        async with super().watch_engines() as batches:
+            yield batches
+
+
+async def test_health_of_a_registry_is_a_problem_until_its_store_has_answered_once(run: Run) -> None:
+    store = SilentStore()
+    registry = RegistryServer(RegistryConfig(listen="127.0.0.1:0"), store, LoopClock())
+    await registry.start()
+
+    async def health() -> tuple[int, str]:
+        said = await run("health", "--registry", registry.address, "--output", "json")
+        return said.status, said.json[0]["status"]
+
+    try:
+        assert await health() == (1, "not serving")
+        store.answers.set()
+
+        async def serves() -> bool:
+            return await health() == (0, "ok")
+
+        await until(serves)
+        store.broken = True
+        assert await health() == (0, "ok")
+    finally:
+        await registry.stop()
 
 
 async def test_health_of_what_nobody_serves_is_unreachable_in_one_line(run: Run) -> None:

@@ -21,6 +21,7 @@ class EngineDirectory:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._engines: dict[str, Engine] = {}
+        self._told = asyncio.Event()
 
     def get(self, engine_id: str) -> Engine | None:
         """The engine that is registered under an id, if the watch has told so."""
@@ -29,6 +30,10 @@ class EngineDirectory:
     def all(self) -> tuple[Engine, ...]:
         """Every engine that the watch has told of."""
         return tuple(self._engines.values())
+
+    async def told(self) -> None:
+        """Waits until the store has told of its engines for the first time."""
+        await self._told.wait()
 
     async def follow(self) -> None:
         """Keeps in step with the store until cancelled."""
@@ -49,3 +54,4 @@ class EngineDirectory:
                 self._engines.pop(change.item.holder.engine_id, None)
             else:
                 self._engines[change.item.holder.engine_id] = change.item
+        self._told.set()

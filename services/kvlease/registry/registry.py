@@ -156,6 +156,10 @@ class Registry:
         """Keeps the engines at hand until cancelled; without it the store is asked for each call."""
         await self._directory.follow()
 
+    async def engines_told(self) -> None:
+        """Waits until the watch has told of the engines for the first time: before it, none can be found."""
+        await self._directory.told()
+
     async def close(self) -> None:
         """Ends the calls that are under way."""
         await self._renewals.close()

@@ -48,7 +48,7 @@ class RegistryServer:
         return self._admin.url
 
     async def start(self) -> None:
-        """Begins to serve.
+        """Begins to serve; its health tells so once the store has answered, and through outages of the store.
 
         Raises:
             InvalidArgument: the address cannot be bound.
@@ -58,9 +58,9 @@ class RegistryServer:
         server = GrpcServer(self._config.listen, [service], self._telemetry, self._tls, self._metrics)
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer, server.server)
         server.bind()
-        await server.start()
+        await server.start(ready=False)
         self._server, self.address = server, server.address
-        self._follower = asyncio.create_task(self._registry.follow_engines())
+        self._follower = asyncio.create_task(self._follow(server))
         _log.info("registry serves", extra={"address": self.address, "admin": self.admin_url})
 
     async def stop(self) -> None:
@@ -76,3 +76,9 @@ class RegistryServer:
         await self._sidecars.close()
         await self._telemetry.close()
         await self._admin.stop()
+
+    async def _follow(self, server: GrpcServer) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._registry.follow_engines())
+            await self._registry.engines_told()
+            await server.tell_ready()

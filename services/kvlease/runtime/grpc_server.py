@@ -116,20 +116,29 @@ class GrpcServer:
         self.address = f"{self._listen.rpartition(':')[0]}:{port}"
         return port
 
-    async def start(self) -> None:
-        """Begins to serve."""
+    async def start(self, *, ready: bool = True) -> None:
+        """Begins to serve. Not `ready`: the process is healthy, its services only from `tell_ready` on."""
         cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, self.server)
         cast(Any, reflection).enable_server_reflection(
             (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
         )
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._tell(ready=ready)
         await self.server.start()
-        for service in ("", *self._services):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async def tell_ready(self) -> None:
+        """Tells whoever asks for the services' health that they can do their work, until `stop`."""
+        await self._tell(ready=True)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses calls from here on, and gives those in flight `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+    async def _tell(self, *, ready: bool) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        for service in self._services:
+            await self._health.set(service, statuses.SERVING if ready else statuses.NOT_SERVING)
 
 
 def is_local(address: str) -> bool:
