@@ -16,7 +16,12 @@ PARALLEL = ("--tensor-parallel-size", "2")
 
 @pytest.fixture(scope="module")
 def pair_plan() -> PairPlan:
-    return PairPlan(arguments={EngineRole.PREFILL: PARALLEL, EngineRole.DECODE: PARALLEL})
+    both_gpus = {
+        "CUDA_VISIBLE_DEVICES": "0,1"
+    }  # Where there are any: the ranks of both engines lie on the same two.
+    return PairPlan(
+        arguments={EngineRole.PREFILL: PARALLEL, EngineRole.DECODE: PARALLEL}, environment=both_gpus
+    )
 
 
 async def test_a_second_turn_reads_back_and_equals_a_cold_run(pair: Pair) -> None:
