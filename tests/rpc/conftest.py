@@ -95,12 +95,17 @@ class Fleet:
         self.stack.push_async_callback(self.registry_server.stop)
 
     async def sidecar(
-        self, role: EngineRole = EngineRole.DECODE, *, pin_call_s: float = 3.0, holder_call_s: float = 3.0
+        self,
+        role: EngineRole = EngineRole.DECODE,
+        *,
+        pin_call_s: float = 3.0,
+        holder_call_s: float = 3.0,
+        socket_dir: Path | None = None,
     ) -> SidecarServer:
         config = SidecarConfig(
             listen="127.0.0.1:0",
             allow_loopback=True,
-            socket_dir=str(self.tmp_path / f"s{len(self.sidecars)}"),
+            socket_dir=str(socket_dir or self.tmp_path / f"s{len(self.sidecars)}"),
             role=role,
             engine_url=f"http://127.0.0.1:{free_ports(1)[0]}",
             stop_grace_s=5.0,
@@ -109,9 +114,9 @@ class Fleet:
             holder_call_s=holder_call_s,
         )
         server = SidecarServer(config, self.store, LoopClock())
+        self.stack.push_async_callback(server.stop)
         await server.start()
         self.sidecars.append(server)
-        self.stack.push_async_callback(server.stop)
         return server
 
     async def connector(self, sidecar: SidecarServer, facts: EngineFacts | None = None) -> FakeConnector:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvlease.core.errors import NotOwner, UnknownEngine, VersionMismatch
+from kvlease.core.errors import InvalidArgument, NotOwner, UnknownEngine, VersionMismatch
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseEvent, LeaseState, MissReason
 from kvlease.core.records import EngineRole, Pinned
@@ -407,3 +407,25 @@ async def test_a_socket_that_a_killed_sidecar_left_is_replaced(fleet: Fleet) -> 
         killed.bind(str(left))
     await fleet.connector(await fleet.sidecar())
     assert len(await fleet.store.list_engines()) == 1
+
+
+async def test_a_sidecar_that_stops_leaves_the_socket_of_the_one_that_took_its_place(fleet: Fleet) -> None:
+    first = await fleet.sidecar()
+    await fleet.connector(first)
+    second = await fleet.sidecar(socket_dir=first.socket_path.parent)
+    await first.stop()
+    await fleet.connector(second, make_facts("decode-2"))
+    assert "decode-2" in {engine.holder.engine_id for engine in await fleet.store.list_engines()}
+
+
+async def test_a_sidecar_that_stops_leaves_nothing_in_its_directory(fleet: Fleet) -> None:
+    sidecar = await fleet.sidecar()
+    assert [each.name for each in sidecar.socket_path.parent.iterdir()] == ["sidecar.sock"]
+    await sidecar.stop()
+    assert list(sidecar.socket_path.parent.iterdir()) == []
+
+
+async def test_a_sidecar_whose_socket_has_no_place_does_not_start(fleet: Fleet) -> None:
+    (fleet.tmp_path / "s" / "sidecar.sock").mkdir(parents=True)
+    with pytest.raises(InvalidArgument, match=r"sidecar\.sock"):
+        await fleet.sidecar(socket_dir=fleet.tmp_path / "s")

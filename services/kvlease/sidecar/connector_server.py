@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,7 +27,6 @@ from kvlease.wire.engines import PROTOCOL_VERSION, events_from_wire, hello_from_
 from kvlease.wire.leases import outcome_to_wire, pin_from_wire
 from kvlease.wire.values import holder_from_wire, lease_id_from_wire, text_from_wire
 
-SOCKET_NAME = "sidecar.sock"
 REMOTE_CALLS_MAX = 1024
 """Questions to other sidecars in flight for one connector; past that, UNREACHABLE at once."""
 
@@ -202,22 +199,3 @@ class _Attachment:
         self._last_of_pin[pin_id] = task
         task.add_done_callback(forget)
         return True
-
-
-def prepare_socket(socket_dir: str) -> Path:
-    """Makes the directory, mode 0700, and removes a socket that an earlier sidecar left. The socket's path.
-
-    Raises:
-        InvalidArgument: the directory cannot be made, or the path is too long for a unix socket.
-    """
-    directory = Path(socket_dir)
-    path = directory / SOCKET_NAME
-    if len(os.fsencode(path)) > 100:
-        raise InvalidArgument(f"socket_dir: {path} has over 100 bytes, too long for a unix socket")
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.chmod(0o700)
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise InvalidArgument(f"socket_dir: cannot use {directory}: {error}") from error
-    return path

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from contextlib import suppress
-from pathlib import Path
 
 from kvlease.core.clock import Clock
 from kvlease.runtime.admin import AdminServer
@@ -15,7 +14,8 @@ from kvlease.runtime.sidecars import GrpcSidecars
 from kvlease.runtime.telemetry import make_telemetry
 from kvlease.runtime.tls import make_tls
 from kvlease.sidecar.config import SidecarConfig
-from kvlease.sidecar.connector_server import ConnectorServicer, prepare_socket
+from kvlease.sidecar.connector_server import ConnectorServicer
+from kvlease.sidecar.connector_socket import ConnectorSocket
 from kvlease.sidecar.metrics import EngineGauges, HandshakeTimes, LeaseEndings
 from kvlease.sidecar.service import SidecarServicer
 from kvlease.sidecar.sidecar import Sidecar
@@ -47,7 +47,8 @@ class SidecarServer:
         self._warming: Warming | None = None
         self._servers: list[GrpcServer] = []
         self.address = ""
-        self.socket_path = Path(config.socket_dir)
+        self._socket = ConnectorSocket(config.socket_dir)
+        self.socket_path = self._socket.path
 
     @property
     def admin_url(self) -> str:
@@ -78,9 +79,9 @@ class SidecarServer:
             self._warming = Warming(store, self._config.handshake_s, self._config.hello_s, observe)
         self._metrics.on_scrape_later(EngineGauges(sidecar))
         sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(SidecarServicer(sidecar), public.server)
-        self.socket_path = prepare_socket(self._config.socket_dir)
+        self._socket.prepare()
         local = GrpcServer(
-            f"unix:{self.socket_path}",
+            f"unix:{self._socket.bound_path}",
             [connector_pb2.DESCRIPTOR.services_by_name["ConnectorService"].full_name],
         )
         connector_pb2_grpc.add_ConnectorServiceServicer_to_server(
@@ -97,6 +98,7 @@ class SidecarServer:
         self._servers = [public, local]
         for server in self._servers:
             await server.start()
+        self._socket.publish()
         _log.info(
             "sidecar serves",
             extra={"address": self.address, "socket": str(self.socket_path), "admin": self.admin_url},
@@ -110,6 +112,7 @@ class SidecarServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.stop_grace_s):
                     await self._sidecar.close()
+        self._socket.withdraw()
         servers, self._servers = self._servers, []
         for server in reversed(servers):
             await server.stop(self._config.stop_grace_s)
