@@ -18,6 +18,7 @@ from kvlease.dev.engine_process import (
     EngineSpec,
     free_ports,
 )
+from stubs.waiting import eventually, is_alive
 
 SERVER = """#!{python}
 import http.server, os, subprocess, sys
@@ -48,20 +49,6 @@ def spec_of(tmp_path: Path, script: str, **changes: object) -> EngineSpec:
         "connector": ConnectorChoice.STOCK,
     }
     return EngineSpec(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
-async def until_dead(pid: int) -> None:
-    async with asyncio.timeout(20):
-        while alive(pid):
-            await asyncio.sleep(0.02)
 
 
 def test_the_kvlease_connector_is_configured_without_an_engine_id(tmp_path: Path) -> None:
@@ -114,11 +101,11 @@ async def test_an_engine_is_ready_when_it_answers_and_its_children_end_with_it(t
         assert await engine.wait_ready(timeout_s=30) < 30
         child = int(engine.log_tail().split()[1])
         assert engine.running
-        assert alive(child)
+        assert is_alive(child)
     finally:
         await engine.stop()
     assert not engine.running
-    await until_dead(child)
+    await eventually(lambda: not is_alive(child))
     await engine.stop()
 
 
@@ -160,7 +147,7 @@ async def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert os.getpgid(engine) == engine
     parent.kill()
     await parent.wait()
-    await until_dead(engine)
+    await eventually(lambda: not is_alive(engine))
 
 
 def test_free_ports_are_distinct() -> None:

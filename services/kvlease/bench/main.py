@@ -1,7 +1,12 @@
 """`kvlease bench NAME`: one figure, measured by one command."""
 
+import signal
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+
+from kvlease.operator.command import EXIT_INTERRUPTED
 
 BENCHMARKS = {
     "multiturn": (
@@ -30,10 +35,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Measures. The exit status: 0 when every goal of the benchmark was met."""
+    """Measures. The exit status: 0 when every goal of the benchmark was met, 130 when it was interrupted."""
     module_name, meaning = BENCHMARKS[arguments.name]
     module = import_module(module_name)
     parser = ArgumentParser(prog=f"kvlease bench {arguments.name}", description=meaning)
     module.add_arguments(parser)
-    status: int = module.run(parser.parse_args(arguments.arguments))
+    try:
+        with _interrupted_when_terminated():
+            status: int = module.run(parser.parse_args(arguments.arguments))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return status
+
+
+@contextmanager
+def _interrupted_when_terminated() -> Iterator[None]:
+    """Has SIGTERM do what Ctrl-C does: what a benchmark started is ended, children of an engine, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
