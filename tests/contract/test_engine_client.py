@@ -7,6 +7,7 @@ import struct
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,18 @@ async def test_an_answer_that_breaks_off_or_is_none_is_an_error(sent: bytes) -> 
         with pytest.raises(LegError) as failed:
             await one.ask()
         assert failed.value.sent
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"])
+async def test_an_engine_that_changes_the_protocol_is_an_error_and_no_fault_of_the_loop(more: bytes) -> None:
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    async with site(answering(b"HTTP/1.1 101 Switching Protocols\r\n" + more + b"\r\n")) as one:
+        with pytest.raises(LegError, match="changes to a protocol") as failed:
+            await one.ask()
+        await eventually(lambda: one.closed == 1)
+    assert failed.value.sent
+    assert faults == []
 
 
 async def test_what_came_before_the_break_is_delivered_first() -> None:

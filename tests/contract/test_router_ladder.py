@@ -1,5 +1,6 @@
 """An engine that cannot serve a turn, in whatever way it says so, is replaced by one that can."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -31,11 +32,21 @@ def streams(*events: bytes) -> Script:
     return script
 
 
+async def changes_protocol(request: web.Request, received: Received) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    )
+    await asyncio.Event().wait()  # until the router leaves
+    raise AssertionError
+
+
 BUSY = b'{"error": {"message": "too busy", "code": 429}}'
 WHOLE: dict[str, Script] = {
     "429": answers(429, BUSY),
     "408": answers(408, b'{"error": {"message": "too slow", "code": 408}}'),
     "503": answers(503, b'{"error": {"message": "going down", "code": 503}}'),
+    "101": changes_protocol,
     "no JSON": answers(200, b"<html>", "text/html"),
     "no object": answers(200, b"[]"),
     "empty": answers(200, b""),
@@ -47,6 +58,7 @@ STREAMED: dict[str, Script] = {
     "429": WHOLE["429"],
     "408": WHOLE["408"],
     "503": WHOLE["503"],
+    "101": changes_protocol,
     "no stream": answers(200, b"<html>", "text/html"),
     "empty": streams(),
     "finish_reason error": streams(ROLE, b"data: " + failed_choice("delta") + b"\n\n", b"data: [DONE]\n\n"),

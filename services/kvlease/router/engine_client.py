@@ -32,6 +32,7 @@ JOINED_BYTES_MAX = 1 << 14
 WRITE_BYTES = 1 << 17
 UNREAD_BYTES_MAX = 1 << 18
 """An answer that is not read stops coming: a slow client holds this much of it, and no more."""
+SWITCHING_PROTOCOLS = 101
 
 Origin = tuple[bool, str, int]
 """Whether by TLS, host, and port."""
@@ -86,7 +87,7 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(LegError(f"no HTTP: {type(error).__name__}", sent=True))
             self.close()
 
@@ -118,6 +119,8 @@ class _Connection(asyncio.Protocol):
         if self._parser is None:
             return
         status = self._parser.get_status_code()
+        if status == SWITCHING_PROTOCOLS:
+            self.fail(LegError("the engine changes to a protocol that nobody asked for", sent=True))
         if status < 200:
             self.headers.clear()
             return
