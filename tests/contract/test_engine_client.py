@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvlease.router import engine_client
 from kvlease.router.engine_client import UNREAD_BYTES_MAX, HttpEngines
 from kvlease.router.ports import LegError
 from stubs.waiting import eventually
@@ -110,6 +111,16 @@ async def test_a_connection_is_used_again_when_its_answer_was_read_and_closed_wh
             assert reply.status == 200
         assert (await one.ask())[0] == 200
         await eventually(lambda: one.closed == one.connections - 1)
+
+
+async def test_a_connection_that_nobody_comes_back_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "IDLE_CONNECTION_S", 0.02)
+    async with site(answering(WHOLE)) as one:
+        assert await one.ask() == (200, b"hello")
+        await eventually(lambda: one.closed == 1)
+        assert await one.ask() == (200, b"hello")
+        await eventually(lambda: one.closed == 2)
+        assert one.engines._idle == {}
 
 
 @pytest.mark.parametrize(

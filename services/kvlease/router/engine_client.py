@@ -44,7 +44,7 @@ class _Connection(asyncio.Protocol):
     """One connection and the answer that it carries."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The engine takes the body more slowly than it is written."""
-        self._drained = self._loop.create_future()
+        self._drained = self.loop.create_future()
 
     def resume_writing(self) -> None:
         """It has taken it."""
@@ -152,10 +152,6 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     # --- one request --------------------------------------------------------------------------------------
-
-    def now_s(self) -> float:
-        """The time of the loop that it belongs to."""
-        return self._loop.time()
 
     @property
     def is_open(self) -> bool:
@@ -241,7 +237,7 @@ class _Connection(asyncio.Protocol):
         """Done when something came. Raises `LegError` when nothing will."""
         if self._failed is not None:
             raise self._failed
-        self._waiter = self._loop.create_future()
+        self._waiter = self.loop.create_future()
         return self._waiter
 
     def _wake(self) -> None:
@@ -362,6 +358,7 @@ class HttpEngines:
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
         self._idle: dict[Origin, deque[_Connection]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
         self._open = False
 
     async def __aenter__(self) -> "HttpEngines":
@@ -375,6 +372,8 @@ class HttpEngines:
         traceback: TracebackType | None,
     ) -> None:
         self._open = False
+        if self._sweep is not None:
+            self._sweep.cancel()
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
@@ -420,19 +419,26 @@ class HttpEngines:
     def give_back(self, origin: Origin, connection: _Connection) -> None:
         """Keeps a connection whose answer was read to the end, and closes any other one."""
         connection.forget_failure()
-        idle = self._idle.get(origin)
-        if idle is None:
-            idle = self._idle[origin] = deque()
-        if (
-            not (self._open and connection.reusable and connection.was_read and connection.is_open)
-            or len(idle) >= IDLE_CONNECTIONS_MAX
-        ):
+        idle = self._idle.get(origin, ())
+        kept = self._open and connection.reusable and connection.was_read and connection.is_open
+        if not kept or len(idle) >= IDLE_CONNECTIONS_MAX:
             connection.close()
             return
-        now_s = connection.idle_since_s = connection.now_s()
-        idle.append(connection)
-        while now_s - idle[0].idle_since_s >= IDLE_CONNECTION_S:
-            idle.popleft().close()
+        loop = connection.loop
+        connection.idle_since_s = loop.time()
+        self._idle.setdefault(origin, deque()).append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(IDLE_CONNECTION_S, self._close_unused, loop)
+
+    def _close_unused(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Closes what nobody came back for, as those to engines that are gone."""
+        now_s = loop.time()
+        for origin, idle in list(self._idle.items()):
+            while idle and now_s - idle[0].idle_since_s >= IDLE_CONNECTION_S:
+                idle.popleft().close()
+            if not idle:
+                del self._idle[origin]
+        self._sweep = loop.call_later(IDLE_CONNECTION_S, self._close_unused, loop) if self._idle else None
 
 
 @lru_cache(maxsize=1024)
