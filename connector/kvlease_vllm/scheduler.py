@@ -120,7 +120,8 @@ class SchedulerHalf:
 
     def bind(self, pool: "BlockPool") -> None:
         """Takes vLLM's block pool and begins to attach to the sidecar."""
-        sys.setswitchinterval(self._settings.switch_interval_s)
+        if self._facts.details[details.DEVICE] != "cpu":
+            sys.setswitchinterval(self._settings.switch_interval_s)
         total = pool.num_gpu_blocks
         budget = int(total * self._settings.retention_budget)
         limits = HoldLimits(

@@ -24,9 +24,10 @@ class ConnectorSettings:
         first_read_part_s: the same before the pair's first handshake, which may take long on a busy machine.
         pin_wait_s: how long a request waits for its pin before it recomputes.
         outbox_max: messages that wait for the sidecar; beyond it the newest hold is given back at once.
-        switch_interval_s: how long one thread of the engine's process keeps Python's interpreter while another waits
-            for it. Pins are answered and tokens sent by other threads than the one that computes; Python's own 0.005
-            makes each of them wait so long, several times a turn.
+        switch_interval_s: on GPUs, how long one thread of the engine's process keeps Python's interpreter while
+            another waits for it. Pins are answered and tokens sent by other threads than the one that launches kernels;
+            Python's own 0.005 makes each of them wait so long, several times a turn. An engine that computes on CPUs
+            keeps Python's own: its threads have no cores to go on at once.
     """
 
     socket_dir: str

@@ -14,6 +14,7 @@ from engine_harness import (
     turn,
 )
 
+from kvlease.core import details
 from kvlease.core.lease import LeaseEvent
 from kvlease.core.turn import PARAMS_KEY
 
@@ -27,8 +28,17 @@ def prompt(tokens: int, start: int = 1) -> list[int]:
     return [start * 1000 + index for index in range(tokens)]
 
 
-def test_threads_that_answer_pins_do_not_wait_long_for_the_one_that_computes(engine: Harness) -> None:
-    assert sys.getswitchinterval() == pytest.approx(engine.half._settings.switch_interval_s) == 0.0005
+@pytest.mark.parametrize(("device", "interval_s"), [("cuda", 0.0005), ("cpu", 0.005)])
+def test_on_gpus_threads_that_answer_pins_do_not_wait_long_for_the_one_that_computes(
+    engine: Harness, monkeypatch: pytest.MonkeyPatch, device: str, interval_s: float
+) -> None:
+    own_s = sys.getswitchinterval()
+    monkeypatch.setitem(engine.half._facts.details, details.DEVICE, device)
+    try:
+        engine.half.bind(engine.pool)
+        assert sys.getswitchinterval() == pytest.approx(interval_s)
+    finally:
+        sys.setswitchinterval(own_s)
 
 
 def test_a_turn_keeps_its_full_blocks_below_the_last_sampled_token(engine: Harness) -> None:
