@@ -97,8 +97,14 @@ async def test_a_prompt_that_is_computed_is_handed_to_the_engine_with_most_room_
     longer = asyncio.create_task(stack.chat([{"role": "user", "content": LONG}]))
     await eventually(lambda: len(decode.received) == 1)
     computed.set()
-    assert (await waits).status == 200
+    answer = await waits
+    assert answer.status == 200
     assert [received.body["messages"] for received in other.received] == [FIRST]
+    read = await stack.send("GET", f"/v1/kvlease/decisions/{answer.headers['X-Request-Id']}")
+    decision = Decision.from_json(read.json)
+    assert decision.plan is not None
+    assert decision.plan.decode_engine_id == "decode-1"
+    assert (decision.decode_anew_id, decision.served_by_id) == ("decode-2", "decode-2")
     decoded.set()
     await longer
 

@@ -23,6 +23,7 @@ from kvlease.core.signals import (
     TurnSignals,
 )
 from kvlease.dev.engine_process import free_ports
+from kvlease.router.conversation import TurnRecord
 from kvlease.router.decisions import DecisionLog
 
 LINE = Line(0.01, 1e-4, 100)
@@ -38,12 +39,19 @@ def decision(signals: TurnSignals = SIGNALS) -> Decision:
     return decided("turn-1", signals, plan(signals))
 
 
+def note(log: DecisionLog, turn_id: str, signals: TurnSignals, **became: str) -> None:
+    """The decision of a turn that has ended."""
+    made = plan(signals)
+    record = TurnRecord(turn_id, made.path, made.reason, **became) if made is not None else None  # type: ignore[arg-type]
+    log.end(log.note("tenant", turn_id, signals, made, record))
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     path = tmp_path / "decisions.jsonl"
     log = DecisionLog(kept_max=2, file=path)
     for number in range(3):
-        log.note("tenant", f"turn-{number}", SIGNALS, plan(SIGNALS))
+        note(log, f"turn-{number}", SIGNALS)
     log.close()
     assert log.find("tenant", "turn-0") is None
     assert log.find("other", "turn-2") is None
@@ -98,12 +106,51 @@ def test_explain_tells_the_decode_engine_alone_from_a_prompt_that_is_handed_over
     engines = (replace(prefill, backlog_tokens=90_000, running=9), replace(decode, kv_tokens=200_000))
     signals = replace(SIGNALS, lease=PlanReason.FIRST_TURN, engines=engines)
     log = DecisionLog(kept_max=1, file=tmp_path / "decisions.jsonl")
-    log.note("tenant", "turn-1", signals, plan(signals))
+    note(log, "turn-1", signals)
     log.close()
     assert cli.main(["explain", str(tmp_path / "decisions.jsonl")]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "recompute, because prefill_overloaded: d" in shown[1]
     assert [line[:16].rstrip() for line in shown[2:4]] == ["    recompute", "  → decode alone"]
+
+
+@pytest.mark.parametrize(
+    ("became", "said"),
+    [
+        ({"decode_engine_id": "d"}, []),
+        (
+            {"decode_engine_id": "d2", "decode_anew_id": "d2"},
+            ["  decoded by d2, chosen anew when the prompt was computed"],
+        ),
+        ({"decode_engine_id": "d3"}, ["  decoded by d3 in the end, in place of d"]),
+        (
+            {"decode_engine_id": "d3", "decode_anew_id": "d2"},
+            [
+                "  decoded by d2, chosen anew when the prompt was computed",
+                "  decoded by d3 in the end, in place of d2",
+            ],
+        ),
+    ],
+)
+def test_explain_shows_the_decode_engine_that_served_and_why_it_is_not_the_planned_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], became: dict[str, str], said: list[str]
+) -> None:
+    log, path = DecisionLog(kept_max=1, file=tmp_path / "decisions.jsonl"), str(tmp_path / "decisions.jsonl")
+    note(log, "turn-1", replace(SIGNALS, lease=PlanReason.FIRST_TURN), **became)
+    log.close()
+    assert cli.main(["explain", path]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if "decoded by" in line] == said
+    assert cli.main(["explain", path, "--output", "json"]) == 0
+    shown_json = json.loads(capsys.readouterr().out)
+    assert shown_json["served_by_id"] == became["decode_engine_id"]
+    assert shown_json["decode_anew_id"] == became.get("decode_anew_id", "")
+
+
+def test_a_decision_of_a_version_that_did_not_record_who_served_is_read(written: Path) -> None:
+    first = json.loads(written.read_text().splitlines()[0])
+    del first["decode_anew_id"], first["served_by_id"]
+    assert Decision.from_json(first).served_by_id == ""
 
 
 def test_explain_says_when_this_version_would_decide_otherwise(
@@ -141,5 +188,5 @@ def test_explain_tells_a_router_that_does_not_answer_from_a_wrong_command_line()
 def test_a_file_that_cannot_be_written_stops_no_turn(tmp_path: Path) -> None:
     log = DecisionLog(10, tmp_path / "missing" / "decisions.jsonl")
     for number in range(2):
-        log.note("tenant", f"turn-{number}", SIGNALS, plan(SIGNALS))
+        note(log, f"turn-{number}", SIGNALS)
     assert log.find("tenant", "turn-1") is not None

@@ -28,16 +28,22 @@ DECISION_VERSION = 1
 
 @value
 class Decision:
-    """One decision.
+    """One decision, and what became of its decode engine.
 
     Attributes:
         turn_id: the id of the turn's request.
         plan: None when no engine could decode.
+        decode_anew_id: the decode engine that was chosen in place of the planned one when the prompt was computed;
+            empty when that stayed.
+        served_by_id: the decode engine that was asked last, so that it served the turn if one did; empty when
+            none was.
     """
 
     turn_id: str
     signals: TurnSignals
     plan: Plan | None
+    decode_anew_id: str = ""
+    served_by_id: str = ""
 
     def again(self) -> Plan | None:
         """The plan that this version makes of the same signals."""
@@ -65,6 +71,7 @@ class Decision:
             ],
         }
         body["plan"] = None if self.plan is None else plan_to_json(self.plan)
+        body["decode_anew_id"], body["served_by_id"] = self.decode_anew_id, self.served_by_id
         return body
 
     @staticmethod
@@ -80,7 +87,14 @@ class Decision:
         if body.get("version") != DECISION_VERSION:
             raise InvalidArgument(f"the decision has another version than {DECISION_VERSION}")
         try:
-            return Decision(str(body["turn_id"]), _signals_of(body), _plan_of(body["plan"]))
+            return Decision(
+                str(body["turn_id"]),
+                _signals_of(body),
+                _plan_of(body["plan"]),
+                # Versions that did not record these knew the planned engine alone.
+                str(body.get("decode_anew_id", "")),
+                str(body.get("served_by_id", "")),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"the decision lacks or distorts {error}") from error
 

@@ -73,6 +73,8 @@ def as_json(decision: Decision, again: Plan | None) -> dict[str, Any]:
     return {
         "turn_id": decision.turn_id,
         "recorded": plan_to_json(decision.plan) if decision.plan else None,
+        "decode_anew_id": decision.decode_anew_id,
+        "served_by_id": decision.served_by_id,
         "again": plan_to_json(again) if again else None,
         "same": same(decision.plan, again),
     }
@@ -90,6 +92,7 @@ def lines(decision: Decision, again: Plan | None) -> list[str]:
     if made is None:
         return [*said, "  no engine that decodes could take it"]
     said.append(f"  {made.path.value}, because {made.reason.value}: {_engines(made)}")
+    said += _engines_after(decision, made.decode_engine_id)
     alone = made.reason is PlanReason.PREFILL_OVERLOADED
     for price in made.prices:
         mark = "→" if (price.path, price.alone) == (made.path, alone) else " "
@@ -119,6 +122,17 @@ def _engines(made: Plan) -> str:
         if made.prefill_engine_id
         else made.decode_engine_id
     )
+
+
+def _engines_after(decision: Decision, planned_id: str) -> list[str]:
+    """The decode engines that were asked in place of the planned one, and why."""
+    said: list[str] = []
+    anew_id, served_id = decision.decode_anew_id, decision.served_by_id
+    if anew_id:
+        said.append(f"  decoded by {anew_id}, chosen anew when the prompt was computed")
+    if served_id not in ("", anew_id or planned_id):
+        said.append(f"  decoded by {served_id} in the end, in place of {anew_id or planned_id}")
+    return said
 
 
 def _identity(made: Plan) -> tuple[object, ...]:

@@ -111,7 +111,9 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         "done, and all together wait less; false: its streams never wait for one",
     )
     decisions_max: int = setting(1000, "decisions kept in memory for `kvlease explain`")
-    decisions_file: str = setting("", "file to which each decision is added as a line of JSON; empty: none")
+    decisions_file: str = setting(
+        "", "file to which each decision is added as a line of JSON when its turn has ended; empty: none"
+    )
     prefill_inflight_max: int = setting(
         0, "requests that this router keeps in flight at one prefill engine; 0: any number"
     )

@@ -51,6 +51,9 @@ class TurnRecord:
         read_s: of those, what the prefill engine's READ took.
         ended: `well`, `badly` or `aborted`; empty while the turn runs.
         nonce: the prompt began with what changes in every request.
+        decode_anew_id: the decode engine that was chosen in place of the planned one when the prompt was computed;
+            empty when that stayed.
+        decode_engine_id: the one that was asked last.
         prefill_retries: tries of the prefill leg after the first one; `decode_retries` likewise.
     """
 
@@ -70,6 +73,7 @@ class TurnRecord:
     read_s: float = 0.0
     prefill_engine_id: str = ""
     decode_engine_id: str = ""
+    decode_anew_id: str = ""
     ended: str = ""
     nonce: bool = False
     prefill_retries: int = 0

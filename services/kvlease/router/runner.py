@@ -93,11 +93,14 @@ class TurnRunner:
         services = self._services
         signals = self._signals(request, opened)
         planned = plan(signals)
-        services.decisions.note(request.tenant, head.request_id, signals, planned)
+        turn_id, decisions = head.request_id, services.decisions
         if planned is None:
+            decisions.end(decisions.note(request.tenant, turn_id, signals, None, None))
             return None
-        record = TurnRecord(head.request_id, planned.path, planned.reason, nonce=request.nonce)
-        return Turn(request, head, client, opened, planned, record, services.clock.now_s(), signals=signals)
+        record = TurnRecord(turn_id, planned.path, planned.reason, nonce=request.nonce)
+        noted = decisions.note(request.tenant, turn_id, signals, planned, record)
+        now_s = services.clock.now_s()
+        return Turn(request, head, client, opened, planned, record, now_s, signals=signals, noted=noted)
 
     def _signals(self, request: TurnRequest, opened: OpenTurn) -> TurnSignals:
         """What is known at this moment of the lease, the engines, and the time that work takes them."""
@@ -141,7 +144,10 @@ class TurnRunner:
         if signals is None or services.clock.now_s() - turn.started_s < ANEW_AFTER_S:
             return
         engines = services.engines.signals(turn.request.model)
-        turn.plan = with_decode_anew(turn.plan, signals, engines)
+        anew = with_decode_anew(turn.plan, signals, engines)
+        if anew.decode_engine_id != turn.plan.decode_engine_id:
+            turn.record.decode_anew_id = anew.decode_engine_id
+        turn.plan = anew
 
     def _close(self, turn: Turn) -> None:
         services, record = self._services, turn.record
@@ -149,6 +155,8 @@ class TurnRunner:
             services.renewals.drop_pin(pin.pin_id)
             services.unpin(pin)
         record.ended = record.ended or "aborted"
+        if turn.noted is not None:
+            services.decisions.end(turn.noted)
         services.metrics.observe(record, turn.request.tenant)
         if services.reuse.mode(turn.request.model, turn.request.tenant) is ReuseMode.VERIFY_ONLY:
             self._auditor.offer(turn)

@@ -22,7 +22,7 @@ from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.conversations import ConversationTable
 from kvlease.router.counted import Held
-from kvlease.router.decisions import DecisionLog
+from kvlease.router.decisions import DecisionLog, Noted
 from kvlease.router.dialect import Api, ReplyReader
 from kvlease.router.engines import EngineTable
 from kvlease.router.errors import error_body, error_event, refusal_body
@@ -118,6 +118,7 @@ class Turn:
         report: what the prefill engine's connector did.
         memory: what it takes to resume the stream; None: that is not wanted, or not possible.
         reader: has read what came of a stream so far.
+        noted: how the plan was noted; to be ended with the turn.
         until_first_byte: what the decode engine is counted to have to do, until its first byte reached the client.
     """
 
@@ -135,6 +136,7 @@ class Turn:
     report: TurnReport | None = None
     memory: StreamMemory | None = None
     reader: ReplyReader | None = None
+    noted: Noted | None = None
     until_first_byte: Held = field(default_factory=Held)
 
     def change_plan(self, changed: Plan) -> None:
