@@ -2,9 +2,10 @@
 
 import signal
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 from kvlease.operator.command import EXIT_INTERRUPTED
 
@@ -49,10 +50,14 @@ def run(arguments: Namespace) -> int:
 
 
 @contextmanager
-def _interrupted_when_terminated() -> Iterator[None]:
+def _interrupted_when_terminated() -> Generator[None]:
     """Has SIGTERM do what Ctrl-C does: what a benchmark started is ended, children of an engine, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGINT)
