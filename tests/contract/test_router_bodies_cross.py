@@ -77,6 +77,16 @@ async def test_the_prefill_leg_is_valid_whatever_the_client_asked_for(
     assert {name: got[name] for name in asked} == asked
 
 
+async def test_a_prompt_whose_logprobs_are_wanted_is_computed_by_the_decode_engine_alone_and_kept(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    answer = await stack.chat(FIRST, conversation_id="c", prompt_logprobs=1)
+    assert answer.route == "recompute; prompt_logprobs"
+    assert (len(prefill.received), len(decode.received)) == (0, 1)
+    again = await stack.chat(said(FIRST, "hello", "more"), conversation_id="c")
+    assert again.route == "append; short_suffix"
+
+
 async def test_usage_that_the_client_did_not_ask_for_is_learnt_and_kept_back(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

@@ -78,6 +78,8 @@ def test_decisions_survive_the_way_through_json_and_are_made_again_the_same(
     recorded = decision(signals)
     back = Decision.from_json(json.loads(json.dumps(recorded.to_json())))
     assert back == recorded
+    whole = decision(replace(signals, whole_prompt=True))
+    assert Decision.from_json(json.loads(json.dumps(whole.to_json()))).again() == whole.plan
     assert back.again() == recorded.plan
 
 
@@ -147,10 +149,11 @@ def test_explain_shows_the_decode_engine_that_served_and_why_it_is_not_the_plann
     assert shown_json["decode_anew_id"] == became.get("decode_anew_id", "")
 
 
-def test_a_decision_of_a_version_that_did_not_record_who_served_is_read(written: Path) -> None:
+def test_a_decision_of_a_version_that_recorded_less_is_read(written: Path) -> None:
     first = json.loads(written.read_text().splitlines()[0])
-    del first["decode_anew_id"], first["served_by_id"]
-    assert Decision.from_json(first).served_by_id == ""
+    del first["decode_anew_id"], first["served_by_id"], first["whole_prompt"]
+    back = Decision.from_json(first)
+    assert (back.served_by_id, back.signals.whole_prompt) == ("", False)
 
 
 def test_explain_says_when_this_version_would_decide_otherwise(

@@ -122,6 +122,13 @@ def test_a_batch_is_left_to_the_decode_engine() -> None:
     )
 
 
+@pytest.mark.parametrize("lease", [PlanReason.FIRST_TURN, LeaseSignal("d", 100, 1000)])
+def test_a_prompt_that_has_to_be_computed_whole_is_left_to_the_decode_engine_and_kept(
+    lease: LeaseSignal | PlanReason,
+) -> None:
+    assert planned(lease, whole_prompt=True) == Plan(TurnPath.RECOMPUTE, PlanReason.PROMPT_LOGPROBS, "d")
+
+
 def test_nothing_is_planned_when_no_engine_decodes() -> None:
     assert plan(TurnSignals(PlanReason.FIRST_TURN, (PREFILL,))) is None
 

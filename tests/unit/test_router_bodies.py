@@ -44,6 +44,32 @@ def test_an_id_that_is_none_is_refused(conversation_id: object) -> None:
         parsed(messages=MESSAGES, conversation_id=conversation_id)
 
 
+@pytest.mark.parametrize(
+    ("api", "fields", "wanted"),
+    [
+        (Api.CHAT, {"prompt_logprobs": 0}, True),
+        (Api.CHAT, {"prompt_logprobs": None}, False),
+        (Api.CHAT, {"echo": True}, True),
+        (Api.CHAT, {"echo": True, "top_logprobs": None}, False),
+        (Api.CHAT, {"logprobs": True, "top_logprobs": 5}, False),
+        (Api.COMPLETIONS, {"prompt_logprobs": 1}, True),
+        (Api.COMPLETIONS, {"echo": True}, False),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 0}, True),
+        (Api.COMPLETIONS, {"echo": False, "logprobs": 5}, False),
+        (Api.RESPONSES, {"prompt_logprobs": 1, "echo": True}, False),
+    ],
+)
+def test_prompt_logprobs_are_wanted_as_engines_understand_it(
+    api: Api, fields: dict[str, Any], wanted: bool
+) -> None:
+    prompt = {
+        Api.CHAT: {"messages": MESSAGES},
+        Api.COMPLETIONS: {"prompt": "x"},
+        Api.RESPONSES: {"input": "x"},
+    }
+    assert parsed(api, **prompt[api], **fields).prompt_logprobs is wanted
+
+
 def test_parameters_are_stripped_wherever_an_engine_might_read_them() -> None:
     planted = {"kv_transfer_params": {"x": 1}, "kvlease": 1}
     request = parsed(messages=MESSAGES, **planted, extra={"deep": [{**planted, "kept": 1}]})

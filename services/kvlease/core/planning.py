@@ -47,6 +47,8 @@ def plan(signals: TurnSignals) -> Plan | None:
     keep = signals.keep and decode.retain
     if signals.batch:
         return Plan(TurnPath.RECOMPUTE, PlanReason.BATCH, decode.engine_id, keep=False)
+    if signals.whole_prompt:
+        return Plan(TurnPath.RECOMPUTE, PlanReason.PROMPT_LOGPROBS, decode.engine_id, keep=keep)
     prefill, refusal = _pair(signals, decode)
     prefill_engine_id = prefill.engine_id if prefill else ""
     chosen = _path(signals, decode, prefill)

@@ -40,6 +40,7 @@ class PlanReason(Enum):
     RETAIN_REFUSED = "retain_refused"
     ENGINE_UNREGISTERED = "engine_unregistered"
     BATCH = "batch"
+    PROMPT_LOGPROBS = "prompt_logprobs"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
     DRAINING = "draining"
@@ -191,6 +192,7 @@ class TurnSignals:
         preferred_engine_id: decode engine of the conversation's latest turn; its cache may hold more than
             leases say.
         batch: the request holds several prompts, which share no lease.
+        whole_prompt: the decode engine has to compute every token of the prompt, whatever is held of it.
         keep: the turn may be retained.
         prompt_tokens: estimated tokens of the whole prompt, 0 when not known.
         last_path: of the conversation's latest turn, None without one.
@@ -201,6 +203,7 @@ class TurnSignals:
     limits: PlanLimits = DEFAULT_LIMITS
     preferred_engine_id: str = ""
     batch: bool = False
+    whole_prompt: bool = False
     keep: bool = True
     prompt_tokens: int = 0
     last_path: TurnPath | None = None

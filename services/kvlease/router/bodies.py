@@ -14,7 +14,7 @@ from kvlease.core.conversation import Transcript, cache_salt
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.turn import PARAMS_KEY, TurnParams, TurnReport
 from kvlease.core.values import value
-from kvlease.router.apis.choices import ChoicesDialect
+from kvlease.router.apis.choices import ChoicesDialect, wants_prompt_logprobs
 from kvlease.router.apis.messages import MessagesDialect
 from kvlease.router.apis.responses import ResponsesDialect
 from kvlease.router.dialect import Api as Api
@@ -35,6 +35,7 @@ class TurnRequest:
         conversation_id: as the client gave it, empty without one.
         transcript: the chain over what was said; None when the request has no single prompt.
         nonce: the prompt begins with what changes in every request, so that nothing can be reused.
+        prompt_logprobs: an engine has to compute the whole prompt for the answer, whatever it holds.
     """
 
     api: Api
@@ -46,6 +47,7 @@ class TurnRequest:
     transcript: Transcript | None
     stream: bool
     nonce: bool = False
+    prompt_logprobs: bool = False
 
     @property
     def choices(self) -> int:
@@ -106,6 +108,7 @@ def parse_turn(
             transcript=dialect.transcript(tenant, model),
             stream=body.get("stream") is True,
             nonce=nonce and not reading.strip_nonces,
+            prompt_logprobs=wants_prompt_logprobs(api, body),
         )
     except RecursionError as error:
         raise InvalidArgument("the body is nested too deeply") from error

@@ -121,6 +121,7 @@ class TurnRunner:
             limits=services.limits.plan,
             preferred_engine_id=conversation.decode_engine_id,
             batch=transcript is None,
+            whole_prompt=request.prompt_logprobs,
             keep=mode is not ReuseMode.OFF,
             prompt_tokens=estimate.tokens(transcript.text_bytes) if transcript is not None else 0,
             last_path=conversation.turns[-1].path if conversation.turns else None,

@@ -37,7 +37,27 @@ PREFILL_DROPPED = frozenset(
 )
 """Fields that cost on the prefill leg, or that would not be valid beside one token without a stream."""
 
+NO_TOP_LOGPROBS = 0
+"""vLLM's default in chat completions, which counts as asked for where the prompt is echoed."""
+
 GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
+
+
+def wants_prompt_logprobs(api: Api, body: Mapping[str, Any]) -> bool:
+    """Whether the log probabilities of the prompt's tokens are asked for, which no held KV can give.
+
+    An engine then reads none (vLLM's `SamplingParams.skip_reading_prefix_cache`). `echo` asks for as many as are
+    asked for of the answer (`to_sampling_params` in vLLM's `protocol.py` of both APIs).
+    """
+    if api not in (Api.CHAT, Api.COMPLETIONS):
+        return False
+    if body.get("prompt_logprobs") is not None:
+        return True
+    if body.get("echo") is not True:
+        return False
+    if api is Api.CHAT:
+        return body.get("top_logprobs", NO_TOP_LOGPROBS) is not None
+    return body.get("logprobs") is not None
 
 
 class ChoicesDialect:
