@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvlease.dev.engine_process import BLOCK_TOKENS
+
 TIMEOUT_S = 900
 
 
@@ -42,8 +44,7 @@ def test_conversations_of_a_file_are_replayed(tmp_path: Path) -> None:
         ("append", 2): "append",
     }
     assert Counter(turn["mode"] for turn in turns) == {"on": 4, "append": 4}
-    # What an append found in the decode engine's own cache is told only where engines are asked to tell.
-    assert all(turn["reused_tokens"] > 0 for turn in turns if turn["path"] == "readback")
+    assert all((turn["reused_tokens"] > 0) == (turn["turn"] > 1) for turn in turns)
 
 
 @pytest.mark.usefixtures("engines_lock")
@@ -59,7 +60,18 @@ def test_every_mode_takes_its_path_and_a_second_run_goes_on_from_the_record(tmp_
     assert [turn["read_ms"] > 0 for turn in document["turns"] if turn["mode"] == "on"] == [True]
     moved = {turn["mode"]: turn["bytes"] for turn in document["turns"]}
     assert moved["on"] > moved["off"] >= 0 == moved["append"]
-    assert moved["stock"] > 0
+    back = {
+        turn["mode"]: (turn["prefill_bytes"] > 0, turn["reused_tokens"] > 0) for turn in document["turns"]
+    }
+    assert back == {
+        "off": (False, False),
+        "on": (True, True),
+        "append": (False, True),
+        "stock": (True, True),
+    }
+    engines = [document["settings"][f"{kind} engines"]["decode"][0] for kind in ("kvlease", "stock")]
+    assert engines[0] == engines[1]
+    assert engines[0]["block_size"] == BLOCK_TOKENS
     left = bench("multiturn", "--modes", "off,on,append,auto,stock", *measured, "--resume", "--dry-run")
     assert left.stdout.split() == ["auto/1024+128x1#0"]
     again = bench("multiturn", *measured, "--dry-run")

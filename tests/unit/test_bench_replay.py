@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ class Fleet:
 async def engine_url() -> AsyncIterator[str]:
     """What a replay asks an engine: its counters, its context, and a text's tokens, one per byte."""
 
+    looks = count()
+
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text="vllm:nixl_bytes_transferred_sum 0\n")
+        return web.Response(text=f"vllm:nixl_bytes_transferred_sum {next(looks) * 1000}\n")
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"max_model_len": CONTEXT}]})
+        return web.json_response({"data": [{"id": "model", "max_model_len": CONTEXT}]})
 
     async def tokens(request: web.Request) -> web.Response:
         return web.json_response({"tokens": list((await request.json())["prompt"].encode())})
@@ -83,8 +86,8 @@ async def replayed(engine_url: str, mode: Mode, *conversations: Conversation, **
     """What the fleet was asked in the cell, and what was measured."""
     fleet = Fleet()
     async with aiohttp.ClientSession() as session:
-        running = Running(session, (engine_url,), {mode: fleet})
-        replay = Replay(plan(*conversations, modes=(mode,), **changes), VOCABULARY)
+        running = Running(session, (engine_url,), (engine_url,), {mode: fleet}, "model", VOCABULARY)
+        replay = Replay(plan(*conversations, modes=(mode,), **changes))
         await replay.warm(running)
         fleet.asked.clear()
         return fleet.asked, await replay.run(running, ReplayCell(mode, "talk.json", 2, 0))
@@ -106,6 +109,12 @@ async def test_of_stock_engines_the_last_turn_is_measured_and_alone_streamed(eng
     asked, turns = await replayed(engine_url, Mode.STOCK, TALK)
     assert [stream for *_, stream, _ in asked] == [False, True]
     assert [turn.turn for turn in turns] == [2]
+
+
+async def test_what_unmeasured_turns_read_is_not_counted_to_measured_ones(engine_url: str) -> None:
+    _, (last,) = await replayed(engine_url, Mode.STOCK, TALK)
+    # Each look at the counters finds 1,000 bytes more; the conversation has two turns.
+    assert (last.prefill_bytes, last.bytes) == (1000.0, 2000.0)
 
 
 async def test_without_a_tokenizer_texts_are_estimated_and_equal_ones_stay_equal(engine_url: str) -> None:

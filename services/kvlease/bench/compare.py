@@ -3,10 +3,12 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvlease.bench.multiturn.record import read_record
-from kvlease.bench.multiturn.report import compared, summary
+from kvlease.bench.multiturn.report import compared, compared_table, summary
 from kvlease.core.errors import InvalidArgument
 
 
@@ -20,23 +22,26 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Prints the second record's TTFT over the first's. 1 when they share no point."""
     try:
-        one, other = (summary(read_record(path)[0]) for path in (arguments.first, arguments.second))
+        documents = [read_record(path) for path in (arguments.first, arguments.second)]
     except InvalidArgument as error:
         print(f"kvlease bench compare: {error}", file=sys.stderr)
         return 1
+    one, other = (summary(document["turns"]) for document in documents)
     rows = compared(one, other)
-    if arguments.output == "json":
-        print(json.dumps(rows, indent=1))
-    else:
-        print(
-            f"{'mode':8}{'turn':>6}{'prompt':>8}{'suffix':>8}{'at once':>8}"
-            f"{'first ms':>10}{'second ms':>10}{'ratio':>8}"
-        )
-        for row in rows:
-            print(
-                f"{row['mode']:8}{row['turn']:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
-                f"{row['first_p50_ms']:>10.1f}{row['second_p50_ms']:>10.1f}{row['ratio']:>8.3f}"
-            )
+    print(json.dumps(rows, indent=1) if arguments.output == "json" else compared_table(rows))
+    for note in _notes(documents, (len(one) - len(rows), len(other) - len(rows))):
+        print(note, file=sys.stderr)
     if not rows:
         print("the records share no point", file=sys.stderr)
     return 0 if rows else 1
+
+
+def _notes(documents: Sequence[Mapping[str, Any]], alone: tuple[int, int]) -> Iterator[str]:
+    """What a reader of the ratios must know: what differs beside the code, and what was not compared."""
+    first, second = (document.get("settings", {}) for document in documents)
+    for name in sorted(first.keys() & second.keys()):
+        if first[name] != second[name]:
+            yield f"the records differ in {name}: {json.dumps(first[name])} and {json.dumps(second[name])}"
+    for which, count in zip(("first", "second"), alone, strict=True):
+        if count:
+            yield f"{count} points of the {which} record are not in the other"

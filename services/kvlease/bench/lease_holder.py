@@ -18,7 +18,8 @@ from functools import partial
 import aiohttp
 
 from kvlease.bench.machine import machine
-from kvlease.bench.multiturn.client import RoutedFleet, TurnFailedError, completion_body
+from kvlease.bench.multiturn.client import RoutedFleet, completion_body
+from kvlease.bench.multiturn.engines import TurnFailedError
 from kvlease.bench.multiturn.fleet import SERVED_MODEL, EngineChoice
 from kvlease.bench.spread import Spread
 from kvlease.core.errors import KvleaseError

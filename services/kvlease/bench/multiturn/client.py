@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from kvlease.bench.multiturn.engines import TurnFailedError
+
 MISS: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -17,10 +19,6 @@ MISS: dict[str, Any] = {
     "remote_port": None,
 }
 """What a first turn gives to a stock prefill engine: keep the blocks for whoever reads them."""
-
-
-class TurnFailedError(RuntimeError):
-    """A turn was answered with an error, or said nothing."""
 
 
 @dataclass(slots=True)
@@ -114,9 +112,12 @@ class StockFleet:
         if reply.kv_transfer_params:
             self._kept[conversation_id] = reply.kv_transfer_params
         reply.prefill_s = prefill_s
-        reply.ttft_s += prefill_s
-        reply.path = "readback" if kept else "recompute"
-        reply.reused_tokens = answer["kv_transfer_params"].get("remote_prefill_cached_tokens") or 0
+        reply.ttft_s = reply.arrivals_s[0] - began_s
+        # Engines tell what they reused only where they were started with --enable-prompt-tokens-details.
+        usage: dict[str, Any] = answer.get("usage") or {}
+        details: dict[str, Any] | None = usage.get("prompt_tokens_details")
+        reply.reused_tokens = details.get("cached_tokens") or 0 if details else 0
+        reply.path = "readback" if kept and (details is None or reply.reused_tokens) else "recompute"
         return reply
 
 
@@ -135,22 +136,6 @@ def completion_body(
         "return_token_ids": True,
         "stream": stream,
     }
-
-
-async def tokenize(session: aiohttp.ClientSession, engine_url: str, model: str, text: str) -> list[int]:
-    """A text's tokens, without those that an engine puts around a prompt.
-
-    Raises:
-        TurnFailedError: the engine has no tokenizer.
-    """
-    body = {"model": model, "prompt": text, "add_special_tokens": False}
-    async with session.post(f"{engine_url}/tokenize", json=body) as response:
-        if response.status != 200:
-            raise TurnFailedError(
-                f"{engine_url}/tokenize answered {response.status}: {await response.text()}"
-            )
-        tokens: list[int] = (await response.json())["tokens"]
-        return tokens
 
 
 async def post(session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,33 +193,3 @@ async def _events(
                 raise TurnFailedError(f"the stream ended with {chunk['error']}")
             yield chunk
     raise TurnFailedError("the stream ended without [DONE]")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadCounters:
-    """What NIXL READ so far.
-
-    Attributes:
-        seconds: of transfers, summed.
-    """
-
-    bytes: float
-    seconds: float
-    descriptors: float
-
-    def __sub__(self, other: "ReadCounters") -> "ReadCounters":
-        return ReadCounters(
-            self.bytes - other.bytes, self.seconds - other.seconds, self.descriptors - other.descriptors
-        )
-
-
-async def read_counters(session: aiohttp.ClientSession, engine_urls: Sequence[str]) -> ReadCounters:
-    """The sums over some engines, from their own metrics."""
-    sums = dict.fromkeys(("bytes_transferred", "xfer_time_seconds", "num_descriptors"), 0.0)
-    for url in engine_urls:
-        async with session.get(f"{url}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        for name in sums:
-            wanted = (line for line in lines if line.startswith(f"vllm:nixl_{name}_sum"))
-            sums[name] += sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
-    return ReadCounters(*sums.values())

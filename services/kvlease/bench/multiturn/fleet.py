@@ -12,7 +12,9 @@ from typing import Any
 import aiohttp
 
 from kvlease.bench.multiturn.client import Fleet, RoutedFleet, StockFleet
+from kvlease.bench.multiturn.engines import Reads, read_counters
 from kvlease.bench.multiturn.plan import Mode
+from kvlease.core.errors import InvalidArgument
 from kvlease.core.records import EngineRole
 from kvlease.dev.engine_process import ConnectorChoice, Device, EngineProcess, EngineSpec, free_ports
 from kvlease.dev.engine_process import EngineRole as ProcessRole
@@ -77,8 +79,7 @@ class EngineChoice:
     @property
     def vocabulary(self) -> int:
         """Token ids that the model has."""
-        config = json.loads((self.model / "config.json").read_text())
-        return int(config["vocab_size"])
+        return vocabulary_of(self.model)
 
     def spec(self, role: ProcessRole, seat: EngineSeat, connector: ConnectorChoice) -> EngineSpec:
         """What one engine is started with."""
@@ -96,17 +97,48 @@ class EngineChoice:
             gpu=self.gpus[seat.number],
             served_model_name=SERVED_MODEL,
             stock_config=self.stock_config,
-            extra_arguments=(*self.arguments, *own),
+            # Without it an engine does not say how much of a prompt it had.
+            extra_arguments=("--enable-prompt-tokens-details", *self.arguments, *own),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Engines that serve, and the fleet of every mode that they are for."""
+    """Engines that serve, and the fleet of every mode that they are for.
+
+    Attributes:
+        model: as requests name it.
+        vocabulary: token ids that it has.
+    """
 
     session: aiohttp.ClientSession
-    engine_urls: tuple[str, ...]
+    prefill_urls: tuple[str, ...]
+    decode_urls: tuple[str, ...]
     fleets: dict[Mode, Fleet]
+    model: str
+    vocabulary: int
+
+    async def reads(self) -> Reads:
+        """What the engines READ so far. They count a transfer with their next step."""
+        return Reads(
+            await read_counters(self.session, self.prefill_urls),
+            await read_counters(self.session, self.decode_urls),
+        )
+
+
+def vocabulary_of(model: Path) -> int:
+    """Token ids that a model has, from its configuration.
+
+    Raises:
+        InvalidArgument: there is none in the directory, or it does not tell.
+    """
+    path = model / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        # A model of more than text keeps the text's part apart.
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(f"{path} tells no vocab_size: {type(error).__name__}: {error}") from error
 
 
 def write_shape(name: str) -> Path:
@@ -142,7 +174,7 @@ async def kvlease_engines(
 
     stack = Stack(StackPlan(1, 1, make), progress)
     routers: list[RouterServer] = []
-    async with _session() as session:
+    async with bench_session() as session:
         try:
             await stack.start()
             fleets: dict[Mode, Fleet] = {}
@@ -150,7 +182,8 @@ async def kvlease_engines(
                 router = await stack.start_router(router_config(mode))
                 routers.append(router)
                 fleets[mode] = RoutedFleet(session, router.url, SERVED_MODEL)
-            yield Running(session, tuple(stack.engine_urls()), fleets)
+            urls = [tuple(stack.engine_urls(role)) for role in (EngineRole.PREFILL, EngineRole.DECODE)]
+            yield Running(session, urls[0], urls[1], fleets, SERVED_MODEL, choice.vocabulary)
         finally:
             for router in routers:
                 await router.stop()
@@ -168,15 +201,16 @@ async def stock_engines(
             EngineProcess(choice.spec(role, _seat(role, number, ports, Path(folder)), ConnectorChoice.STOCK))
             for number, role in enumerate(ProcessRole)
         ]
-        async with _session() as session:
+        async with bench_session() as session:
             try:
                 for engine in engines:
                     await engine.start()
                 waited_s = await asyncio.gather(*(engine.wait_ready() for engine in engines))
                 progress(f"stock engines serve after {max(waited_s):.0f} s")
-                urls = tuple(engine.base_url for engine in engines)
+                prefill, decode = (engine.base_url for engine in engines)
+                fleet = StockFleet(session, prefill, decode, SERVED_MODEL)
                 yield Running(
-                    session, urls, {Mode.STOCK: StockFleet(session, urls[0], urls[1], SERVED_MODEL)}
+                    session, (prefill,), (decode,), {Mode.STOCK: fleet}, SERVED_MODEL, choice.vocabulary
                 )
             finally:
                 await asyncio.gather(*(engine.stop() for engine in engines))
@@ -195,8 +229,12 @@ async def both_engines(
             started.enter_async_context(kvlease_engines(choice, modes, progress)),
             started.enter_async_context(stock_engines(choice, progress)),
         )
-        urls = (*ours.engine_urls, *stock.engine_urls)
-        yield Running(ours.session, urls, {**ours.fleets, **stock.fleets})
+        yield replace(
+            ours,
+            prefill_urls=ours.prefill_urls + stock.prefill_urls,
+            decode_urls=ours.decode_urls + stock.decode_urls,
+            fleets=ours.fleets | stock.fleets,
+        )
 
 
 def _seat(role: ProcessRole, number: int, ports: list[int], folder: Path) -> EngineSeat:
@@ -210,5 +248,7 @@ def _seat(role: ProcessRole, number: int, ports: list[int], folder: Path) -> Eng
     )
 
 
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
+def bench_session(key: str = "") -> aiohttp.ClientSession:
+    """A session for turns, which may take long. `key` is an API key of whoever is asked."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S), headers=headers)

@@ -10,11 +10,19 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
-from kvlease.bench.multiturn.client import TurnFailedError, read_counters, tokenize
 from kvlease.bench.multiturn.conversations import Conversation, Passage
-from kvlease.bench.multiturn.experiment import Experiment
-from kvlease.bench.multiturn.fleet import SERVED_MODEL, Running
-from kvlease.bench.multiturn.plan import Mode, Point, Sweep, TurnStats, prompt_tokens
+from kvlease.bench.multiturn.engines import engine_facts, tokenize
+from kvlease.bench.multiturn.experiment import Experiment, all_of
+from kvlease.bench.multiturn.fleet import Running
+from kvlease.bench.multiturn.plan import (
+    Mode,
+    Point,
+    Sweep,
+    TurnStats,
+    pause,
+    prompt_tokens,
+    require_think_s,
+)
 from kvlease.core.errors import InvalidArgument
 
 TEXT_BYTES_A_TOKEN = 4
@@ -29,11 +37,17 @@ class ReplayCell:
     source: str
     conversations: int
     repeat: int
+    think_s: float = 0.0
 
     @property
     def name(self) -> str:
         """Unique in a replay; also what a resumed run knows it by."""
-        return f"{self.mode}/{self.source}x{self.conversations}#{self.repeat}"
+        return f"{self.mode}/{self.point}#{self.repeat}"
+
+    @property
+    def point(self) -> str:
+        """What is measured, by whichever mode."""
+        return f"{self.source}x{self.conversations}{pause(self.think_s)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +72,12 @@ class ReplayPlan:
     has_tokenizer: bool
 
     def __post_init__(self) -> None:
-        if min(self.at_once, self.repeats, self.output_tokens) < 1 or self.think_s < 0:
+        if min(self.at_once, self.repeats, self.output_tokens) < 1:
             raise InvalidArgument(
-                "conversations, repeats and output_tokens must be above 0, think_s not below 0"
+                f"conversations ({self.at_once}), repeats ({self.repeats}) and output_tokens "
+                f"({self.output_tokens}) must be above 0"
             )
+        require_think_s(self.think_s)
         if not self.conversations:
             raise InvalidArgument(f"{self.source} has no conversation")
 
@@ -69,7 +85,7 @@ class ReplayPlan:
         """The cells that are left; stock's come last: they need engines of their own."""
         modes = sorted(self.modes, key=lambda mode: mode is Mode.STOCK)
         for repeat, mode in product(range(self.repeats), modes):
-            cell = ReplayCell(mode, self.source, self.at_once, repeat)
+            cell = ReplayCell(mode, self.source, self.at_once, repeat, self.think_s)
             if cell.name not in done:
                 yield cell
 
@@ -85,9 +101,8 @@ class _Turn:
 class Replay:
     """Measures the cells of a replay."""
 
-    def __init__(self, plan: ReplayPlan, vocabulary: int) -> None:
+    def __init__(self, plan: ReplayPlan) -> None:
         self._plan = plan
-        self._vocabulary = vocabulary
         self._scripts: list[list[_Turn]] = []
 
     async def warm(self, running: Running) -> None:
@@ -101,8 +116,8 @@ class Replay:
         await self._check_lengths(running)
         firsts = [len(script[0].question) for script in self._scripts]
         points = dict.fromkeys(Point(length, 1) for length in (min(firsts), max(firsts)))
-        sweep = Sweep(tuple(running.fleets), tuple(points), 1, self._plan.output_tokens, 0.0, 0)
-        await Experiment(sweep, self._vocabulary).warm(running)
+        sweep = Sweep(tuple(running.fleets), tuple(points), 1, self._plan.output_tokens, (0.0,), 0)
+        await Experiment(sweep).warm(running)
 
     async def run(self, running: Running, cell: ReplayCell) -> list[TurnStats]:
         """The turns of a cell that were measured: all, but of stock engines the last of each conversation."""
@@ -114,14 +129,11 @@ class Replay:
             for script in waiting:
                 measured.extend(await self._converse(running, cell, script, salt))
 
-        before = await read_counters(running.session, running.engine_urls)
-        await asyncio.gather(*(client() for _ in range(cell.conversations)))
-        read = await read_counters(running.session, running.engine_urls) - before
-        share = 1 / len(measured)
-        return [
-            turn.moved(read.seconds * 1e3 * share, read.bytes * share, read.descriptors * share)
-            for turn in measured
-        ]
+        before = await running.reads()
+        await all_of(client() for _ in range(cell.conversations))
+        turns = sum(map(len, self._scripts))
+        share = (await running.reads() - before).share(turns)
+        return [turn.moved(share) for turn in measured]
 
     async def _converse(
         self, running: Running, cell: ReplayCell, script: Sequence[_Turn], salt: str
@@ -154,6 +166,7 @@ class Replay:
                     turn=number,
                     source=cell.source,
                     read_ms=reply.read_s * 1e3,
+                    think_s=self._plan.think_s,
                 )
                 measured.append(stats)
             prompt, generated = prompt + reply.token_ids, len(reply.token_ids)
@@ -173,14 +186,16 @@ class Replay:
 
     async def _tokens(self, running: Running, passage: Passage) -> list[int]:
         if not passage.text:
-            return prompt_tokens(passage.seed, passage.tokens, self._vocabulary)
+            return prompt_tokens(passage.seed, passage.tokens, running.vocabulary)
         if self._plan.has_tokenizer:
-            return await tokenize(running.session, running.engine_urls[0], SERVED_MODEL, passage.text)
+            return await tokenize(running.session, running.decode_urls[0], running.model, passage.text)
         count = max(1, len(passage.text.encode()) // TEXT_BYTES_A_TOKEN)
-        return prompt_tokens(passage.text, count, self._vocabulary)
+        return prompt_tokens(passage.text, count, running.vocabulary)
 
     async def _check_lengths(self, running: Running) -> None:
-        context = await _context_tokens(running)
+        context = (await engine_facts(running.session, running.decode_urls[0])).context_tokens
+        if context is None:
+            return
         for conversation, script in zip(self._plan.conversations, self._scripts, strict=True):
             needs = list(accumulate(len(turn.question) + turn.answer_tokens for turn in script))
             if needs[-1] > context:
@@ -189,11 +204,3 @@ class Replay:
                     f"conversation {conversation.name} needs {needs[-1]} tokens, the engines' context has "
                     f"{context}: {fits} of its {len(needs)} turns fit (--turns-max)"
                 )
-
-
-async def _context_tokens(running: Running) -> int:
-    url = f"{running.engine_urls[0]}/v1/models"
-    async with running.session.get(url) as response:
-        if response.status != 200:
-            raise TurnFailedError(f"{url} answered {response.status}")
-        return int((await response.json())["data"][0]["max_model_len"])

@@ -1,21 +1,19 @@
-"""What a run says: percentiles per mode, ratios between modes, charts, and two runs compared."""
+"""What a run says: percentiles per mode, ratios between modes, what is at most possible, and two runs compared."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
-from pathlib import Path
-from statistics import median
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any
 
 from kvlease.bench.multiturn.plan import Mode, TurnStats
-from kvlease.core.errors import InvalidArgument
 
-Key = tuple[str, int, int, int, int]
-"""Source, turn, length, suffix, conversations: what is compared. A replay's turns have lengths of their own: 0."""
+Key = tuple[str, int, int, int, int, float]
+"""What is compared. A replay's turns have lengths of their own: 0."""
 
-KEY_NAMES = ("source", "turn", "length", "suffix", "conversations")
+KEY_NAMES = ("source", "turn", "length", "suffix", "conversations", "think_s")
 
+READING = (Mode.ON, Mode.AUTO, Mode.STOCK)
 SINGLE_PATHS = (Mode.OFF, Mode.ON, Mode.APPEND)
 
 
@@ -25,32 +23,60 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(turns: Iterable[TurnStats]) -> list[dict[str, Any]]:
-    """A row per mode and point of the sweep, or turn of the replay: TTFT, what moved, and the paths taken."""
+    """A row per mode and point of the sweep, or turn of the replay: TTFT, its parts, what moved, the paths taken."""
     groups: dict[tuple[Key, Mode], list[TurnStats]] = defaultdict(list)
     for turn in turns:
         length, suffix = (0, 0) if turn.source else (turn.length, turn.suffix)
-        groups[(turn.source, turn.turn, length, suffix, turn.conversations), turn.mode].append(turn)
-    return [
-        {
-            "mode": mode.value,
-            "source": key[0],
-            "turn": key[1],
-            "length": percentile([turn.length for turn in group], 0.5),
-            "suffix": percentile([turn.suffix for turn in group], 0.5),
-            "conversations": key[4],
-            "turns": len(group),
-            "ttft_p50_ms": median(turn.ttft_ms for turn in group),
-            "ttft_p99_ms": percentile([turn.ttft_ms for turn in group], 0.99),
-            "prefill_p50_ms": percentile([turn.prefill_ms for turn in group], 0.5),
-            "read_p50_ms": percentile([turn.read_ms for turn in group], 0.5),
-            "transfer_p50_ms": percentile([turn.transfer_ms for turn in group], 0.5),
-            "bytes": percentile([turn.bytes for turn in group], 0.5),
-            "descriptors": percentile([turn.descriptors for turn in group], 0.5),
-            "reused_tokens": percentile([turn.reused_tokens for turn in group], 0.5),
-            "paths": sorted({f"{turn.path}: {turn.reason}".rstrip(": ") for turn in group}),
-        }
-        for (key, mode), group in groups.items()
-    ]
+        key = (turn.source, turn.turn, length, suffix, turn.conversations, turn.think_s)
+        groups[key, turn.mode].append(turn)
+    return [_row(key, mode, group) for (key, mode), group in groups.items()]
+
+
+def _row(key: Key, mode: Mode, turns: Sequence[TurnStats]) -> dict[str, Any]:
+    ttfts = [turn.ttft_ms for turn in turns]
+
+    def middle(figure: Callable[[TurnStats], float]) -> float:
+        return median(map(figure, turns))
+
+    return {
+        "mode": mode.value,
+        "source": key[0],
+        "turn": key[1],
+        # The middle one of a replay's, which differ.
+        "length": percentile([turn.length for turn in turns], 0.5),
+        "suffix": percentile([turn.suffix for turn in turns], 0.5),
+        "conversations": key[4],
+        "think_s": key[5],
+        "turns": len(turns),
+        "ttft_mean_ms": fmean(ttfts),
+        "ttft_p50_ms": median(ttfts),
+        "ttft_p90_ms": percentile(ttfts, 0.9),
+        "ttft_p99_ms": percentile(ttfts, 0.99),
+        "prefill_p50_ms": middle(lambda turn: turn.prefill_ms),
+        "rest_p50_ms": middle(lambda turn: turn.ttft_ms - turn.prefill_ms),
+        "read_p50_ms": middle(lambda turn: turn.read_ms),
+        "prefill_transfer_p50_ms": middle(lambda turn: turn.prefill_transfer_ms),
+        "transfer_p50_ms": middle(lambda turn: turn.transfer_ms),
+        "bytes": middle(lambda turn: turn.bytes),
+        "prefill_bytes": middle(lambda turn: turn.prefill_bytes),
+        "descriptors": middle(lambda turn: turn.descriptors),
+        "reused_tokens": middle(lambda turn: turn.reused_tokens),
+        "paths": dict(Counter(f"{turn.path}: {turn.reason}".rstrip(": ") for turn in turns)),
+    }
+
+
+def strays(turns: Iterable[TurnStats]) -> dict[str, int]:
+    """Turns of a sweep that did not take the path that their mode is to measure, by mode and the path taken.
+
+    A replay's are left out: its first turns, and short ones, have another path by right.
+    """
+    return dict(
+        Counter(
+            f"{turn.mode} by {turn.path}"
+            for turn in turns
+            if not turn.source and turn.mode.path not in ("", turn.path)
+        )
+    )
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -68,75 +94,82 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             point["readback_to_stock"] = round(of["on"] / of["stock"], 3)
         if "auto" in of and singles:
             point["auto_to_best_path"] = round(of["auto"] / min(singles), 3)
-        if "on" in of and "off" in of:
-            point["readback_to_recompute"] = round(of["on"] / of["off"], 3)
+        for mode, name in (("on", "readback"), ("stock", "stock"), ("auto", "auto")):
+            if mode in of and "off" in of:
+                point[f"{name}_to_recompute"] = round(of[mode] / of["off"], 3)
         found.append(point)
+    return found
+
+
+def limits(rows: Sequence[Mapping[str, Any]], link_gb_s: float) -> list[dict[str, Any]]:
+    """How far each mode that reads back is from the least that it could take.
+
+    That is the time in which the decode engine, which has all of the prefix, computes the suffix (APPEND of the
+    same point), and the bytes that the mode READ at the link's rate. Points without APPEND have none.
+
+    Args:
+        link_gb_s: what the link carries, in 10^9 bytes per second.
+    """
+    appended = {_key(row): row["ttft_p50_ms"] for row in rows if row["mode"] == Mode.APPEND}
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        suffix_ms = appended.get(_key(row))
+        if suffix_ms is None or not row["bytes"] or row["mode"] not in READING:
+            continue
+        link_ms = row["bytes"] / link_gb_s / 1e6
+        found.append(
+            {
+                "mode": row["mode"],
+                **dict(zip(KEY_NAMES, _key(row), strict=True)),
+                "suffix_ms": suffix_ms,
+                "link_ms": link_ms,
+                "limit_ms": suffix_ms + link_ms,
+                "ttft_to_limit": round(row["ttft_p50_ms"] / (suffix_ms + link_ms), 3),
+            }
+        )
     return found
 
 
 def _key(row: Mapping[str, Any]) -> Key:
     length, suffix = (0, 0) if row["source"] else (row["length"], row["suffix"])
-    return row["source"], row["turn"], length, suffix, row["conversations"]
+    return row["source"], row["turn"], length, suffix, row["conversations"], row["think_s"]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The summary for a terminal."""
-    head = (
-        f"{'mode':8}{'turn':>6}{'prompt':>8}{'suffix':>8}{'at once':>8}"
-        f"{'p50 ms':>10}{'p99 ms':>10}{'MiB read':>10}  path"
-    )
+    head = f"{_POINT_HEAD}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'prefill':>10}{'MiB read':>10}  paths"
     lines = [
-        f"{row['mode']:8}{row['turn']:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
-        f"{row['ttft_p50_ms']:>10.1f}{row['ttft_p99_ms']:>10.1f}{row['bytes'] / 2**20:>10.1f}"
-        f"  {', '.join(row['paths'])}"
+        f"{_point(row)}{row['ttft_p50_ms']:>10.1f}{row['ttft_p90_ms']:>10.1f}{row['ttft_p99_ms']:>10.1f}"
+        f"{row['prefill_p50_ms']:>10.1f}{row['bytes'] / 2**20:>10.1f}"
+        f"  {', '.join(f'{path} ({count})' for path, count in row['paths'].items())}"
         for row in rows
     ]
     return "\n".join([head, *lines])
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Charts of TTFT by length, and of what a turn's time was spent on; `path` with .png and .svg.
-
-    Raises:
-        InvalidArgument: matplotlib is not installed.
-    """
-    try:
-        figures: Any = import_module("matplotlib.figure")
-    except ImportError as error:
-        raise InvalidArgument("charts need matplotlib: pip install 'kvlease[bench]'") from error
-    figure: Any = figures.Figure(figsize=(12, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    suffix = min(row["suffix"] for row in rows)
-    single = [row for row in rows if row["conversations"] == 1 and row["suffix"] == suffix]
-    for mode in Mode:
-        points = sorted((row["length"], row["ttft_p50_ms"]) for row in single if row["mode"] == mode.value)
-        if points:
-            left.plot(*zip(*points, strict=True), "o-", label=mode.value)
-    left.set(xlabel="tokens of the first prompt", ylabel="TTFT of turn two, ms (median)")
-    left.set_title(f"suffix of {suffix} tokens")
-    left.legend()
-    longest = max((row["length"] for row in single), default=0)
-    bars = [row for row in single if row["length"] == longest]
-    names, bottom = [row["mode"] for row in bars], [0.0] * len(bars)
-    for label, part in _parts(bars).items():
-        right.bar(names, part, bottom=bottom, label=label)
-        bottom = [below + more for below, more in zip(bottom, part, strict=True)]
-    right.set(ylabel="ms", title=f"turn two after {longest} tokens")
-    right.legend()
-    for ending in (".png", ".svg"):
-        figure.savefig(path.with_suffix(ending), dpi=120)
+def compared_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What `compared` found, for a terminal."""
+    head = f"{_POINT_HEAD}{'first ms':>10}{'second ms':>10}{'ratio':>8}{'p99':>8}"
+    lines = [
+        f"{_point(row)}{row['first_p50_ms']:>10.1f}{row['second_p50_ms']:>10.1f}"
+        f"{row['ratio']:>8.3f}{row['p99_ratio']:>8.3f}"
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
 
 
-def _parts(bars: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """What the medians of turns were spent on, in ms. A stock engine does not tell its READ from its prefill."""
-    read = [min(row["read_p50_ms"], row["prefill_p50_ms"]) for row in bars]
-    prefill = [row["prefill_p50_ms"] - own for row, own in zip(bars, read, strict=True)]
-    rest = [row["ttft_p50_ms"] - row["prefill_p50_ms"] for row in bars]
-    return {"READ by the prefill engine": read, "prefill leg": prefill, "decode leg, its READ, hops": rest}
+_POINT_HEAD = f"{'mode':8}{'turn':>6}{'prompt':>8}{'suffix':>8}{'at once':>8}{'think s':>8}"
+
+
+def _point(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['mode']:8}{row['turn']:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
+        f"{row['think_s']:>8g}"
+    )
 
 
 def compared(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The points that two summaries share, with the second's TTFT over the first's."""
+    """The points that two summaries share, with the second's TTFT over the first's, of medians and 99th percentiles."""
 
     def by_point(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, Key], Mapping[str, Any]]:
         return {(row["mode"], _key(row)): row for row in rows}
@@ -149,6 +182,9 @@ def compared(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
             "first_p50_ms": row["ttft_p50_ms"],
             "second_p50_ms": second[point]["ttft_p50_ms"],
             "ratio": round(second[point]["ttft_p50_ms"] / row["ttft_p50_ms"], 3),
+            "first_p99_ms": row["ttft_p99_ms"],
+            "second_p99_ms": second[point]["ttft_p99_ms"],
+            "p99_ratio": round(second[point]["ttft_p99_ms"] / row["ttft_p99_ms"], 3),
         }
         for point, row in first.items()
         if point in second

@@ -1,0 +1,153 @@
+"""What engines tell of themselves: what they READ so far, and what they are."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+import aiohttp
+
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.MULTILINE)
+
+
+class TurnFailedError(RuntimeError):
+    """An engine or a router answered with an error, or said nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCounters:
+    """What NIXL READ.
+
+    Attributes:
+        seconds: of transfers, summed.
+    """
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+    descriptors: float = 0.0
+
+    def __sub__(self, other: "ReadCounters") -> "ReadCounters":
+        return ReadCounters(
+            self.bytes - other.bytes, self.seconds - other.seconds, self.descriptors - other.descriptors
+        )
+
+    def __add__(self, other: "ReadCounters") -> "ReadCounters":
+        return ReadCounters(
+            self.bytes + other.bytes, self.seconds + other.seconds, self.descriptors + other.descriptors
+        )
+
+    def share(self, turns: int) -> "ReadCounters":
+        """What one of so many turns had of it."""
+        return ReadCounters(self.bytes / turns, self.seconds / turns, self.descriptors / turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What the engines of each role READ: prefill engines what was kept at decode engines, and these the rest."""
+
+    prefill: ReadCounters
+    decode: ReadCounters
+
+    def __sub__(self, other: "Reads") -> "Reads":
+        return Reads(self.prefill - other.prefill, self.decode - other.decode)
+
+    def share(self, turns: int) -> "Reads":
+        """What one of so many turns had of it."""
+        return Reads(self.prefill.share(turns), self.decode.share(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine is.
+
+    Attributes:
+        root: where its model comes from, as it was told; may be a directory.
+        context_tokens: the longest prompt and answer; None where it does not tell.
+        version: of vLLM; empty where it does not tell, as `block_size` is None.
+    """
+
+    model: str
+    root: str
+    context_tokens: int | None
+    version: str
+    block_size: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a record: what makes figures of two engines differ."""
+        return {
+            "model": self.model,
+            "max_model_len": self.context_tokens,
+            "vllm": self.version,
+            "block_size": self.block_size,
+        }
+
+
+async def read_counters(session: aiohttp.ClientSession, engine_urls: Sequence[str]) -> ReadCounters:
+    """The sums over some engines, from their own metrics.
+
+    Raises:
+        TurnFailedError: an engine does not tell its metrics.
+    """
+    sums = dict.fromkeys(("bytes_transferred", "xfer_time_seconds", "num_descriptors"), 0.0)
+    for url in engine_urls:
+        lines = (await _text(session, f"{url}/metrics")).splitlines()
+        for name in sums:
+            wanted = (line for line in lines if line.startswith(f"vllm:nixl_{name}_sum"))
+            sums[name] += sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
+    return ReadCounters(*sums.values())
+
+
+async def engine_facts(session: aiohttp.ClientSession, engine_url: str) -> EngineFacts:
+    """What an engine tells of itself.
+
+    Raises:
+        TurnFailedError: it serves no model.
+    """
+    url = f"{engine_url}/v1/models"
+    async with session.get(url) as response:
+        if response.status != HTTPStatus.OK:
+            raise TurnFailedError(f"{url} answered {response.status}")
+        answer: object = await response.json(content_type=None)
+    models = cast("Mapping[str, Any]", answer).get("data") if isinstance(answer, dict) else None
+    if not models:
+        raise TurnFailedError(f"{url} names no model: is this an engine?")
+    model: Mapping[str, Any] = models[0]
+    block_size = _BLOCK_SIZE.search(await _text(session, f"{engine_url}/metrics"))
+    return EngineFacts(
+        model["id"],
+        model.get("root") or "",
+        model.get("max_model_len"),
+        await _version(session, engine_url),
+        int(block_size[1]) if block_size else None,
+    )
+
+
+async def tokenize(session: aiohttp.ClientSession, engine_url: str, model: str, text: str) -> list[int]:
+    """A text's tokens, without those that an engine puts around a prompt.
+
+    Raises:
+        TurnFailedError: the engine has no tokenizer.
+    """
+    body = {"model": model, "prompt": text, "add_special_tokens": False}
+    async with session.post(f"{engine_url}/tokenize", json=body) as response:
+        if response.status != HTTPStatus.OK:
+            raise TurnFailedError(
+                f"{engine_url}/tokenize answered {response.status}: {await response.text()}"
+            )
+        tokens: list[int] = (await response.json())["tokens"]
+        return tokens
+
+
+async def _version(session: aiohttp.ClientSession, engine_url: str) -> str:
+    async with session.get(f"{engine_url}/version") as response:
+        if response.status != HTTPStatus.OK:
+            return ""  # only vLLM itself has it
+        return str((await response.json(content_type=None)).get("version", ""))
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as response:
+        if response.status != HTTPStatus.OK:
+            raise TurnFailedError(f"{url} answered {response.status}")
+        return await response.text()
