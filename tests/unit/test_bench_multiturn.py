@@ -9,11 +9,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kvlease.bench import compare
 from kvlease.bench.multiturn import charts, main
 from kvlease.bench.multiturn.client import Reply
-from kvlease.bench.multiturn.engines import ReadCounters, Reads, TurnFailedError
+from kvlease.bench.multiturn.engines import ReadCounters, Reads, TurnFailedError, handshakes
 from kvlease.bench.multiturn.experiment import Experiment
 from kvlease.bench.multiturn.fleet import Running
 from kvlease.bench.multiturn.plan import Cell, Mode, Point, Sweep, TurnStats
@@ -123,6 +125,25 @@ def test_two_records_are_compared_by_mode_and_point() -> None:
     first = summary([turn(Mode.ON, 100.0), turn(Mode.OFF, 300.0)])
     (row,) = compared(first, summary([turn(Mode.ON, 80.0), turn(Mode.ON, 80.0, think_s=5.0)]))
     assert (row["mode"], row["ratio"], row["p99_ratio"]) == ("on", 0.8, 0.8)
+
+
+async def test_handshakes_are_told_by_their_mean_over_the_sidecars() -> None:
+    told = iter(('sum{outcome="done"} 0.2', 'sum{outcome="done"} 0.4'))
+
+    async def metrics(_: web.Request) -> web.Response:
+        lines = [
+            next(told),
+            'count{outcome="done"} 1.0',
+            'sum{outcome="failed"} 9.0',
+            'count{outcome="late"} 7.0',
+        ]
+        return web.Response(text="".join(f"kvlease_handshake_seconds_{line}\n" for line in lines))
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics)])
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        assert await handshakes(session, (url, url)) == {"count": 2.0, "mean_ms": pytest.approx(300.0)}
 
 
 # --- charts ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import aiohttp
 
+_HANDSHAKES = re.compile(r'^kvlease_handshake_seconds_(sum|count)\{outcome="done"\} (\S+)$', re.MULTILINE)
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.MULTILINE)
 
 
@@ -121,6 +122,19 @@ async def engine_facts(session: aiohttp.ClientSession, engine_url: str) -> Engin
         await _version(session, engine_url),
         int(block_size[1]) if block_size else None,
     )
+
+
+async def handshakes(session: aiohttp.ClientSession, sidecar_urls: Sequence[str]) -> dict[str, float]:
+    """How many NIXL handshakes were done before a turn needed them, and what one took, which no READ waited for.
+
+    Raises:
+        TurnFailedError: a sidecar does not tell its metrics.
+    """
+    sums = {"sum": 0.0, "count": 0.0}
+    for url in sidecar_urls:
+        for name, value in _HANDSHAKES.findall(await _text(session, f"{url}/metrics")):
+            sums[name] += float(value)
+    return {"count": sums["count"], "mean_ms": sums["sum"] * 1e3 / max(1.0, sums["count"])}
 
 
 async def tokenize(session: aiohttp.ClientSession, engine_url: str, model: str, text: str) -> list[int]:

@@ -109,6 +109,7 @@ class Running:
     Attributes:
         model: as requests name it.
         vocabulary: token ids that it has.
+        sidecar_urls: where the engines' sidecars tell their metrics, as far as they were started here.
     """
 
     session: aiohttp.ClientSession
@@ -117,6 +118,7 @@ class Running:
     fleets: dict[Mode, Fleet]
     model: str
     vocabulary: int
+    sidecar_urls: tuple[str, ...] = ()
 
     async def reads(self) -> Reads:
         """What the engines READ so far. They count a transfer with their next step."""
@@ -183,7 +185,8 @@ async def kvlease_engines(
                 routers.append(router)
                 fleets[mode] = RoutedFleet(session, router.url, SERVED_MODEL)
             urls = [tuple(stack.engine_urls(role)) for role in (EngineRole.PREFILL, EngineRole.DECODE)]
-            yield Running(session, urls[0], urls[1], fleets, SERVED_MODEL, choice.vocabulary)
+            sidecars = tuple(sidecar.admin_url for sidecar in stack.sidecars)
+            yield Running(session, urls[0], urls[1], fleets, SERVED_MODEL, choice.vocabulary, sidecars)
         finally:
             for router in routers:
                 await router.stop()

@@ -17,7 +17,7 @@ from kvlease.bench.machine import machine
 from kvlease.bench.multiturn import flags
 from kvlease.bench.multiturn.attached import Attachment, attached
 from kvlease.bench.multiturn.charts import figure_module, plot
-from kvlease.bench.multiturn.engines import TurnFailedError, engine_facts
+from kvlease.bench.multiturn.engines import TurnFailedError, engine_facts, handshakes
 from kvlease.bench.multiturn.experiment import Experiment
 from kvlease.bench.multiturn.fleet import EngineChoice, Running, both_engines, kvlease_engines, stock_engines
 from kvlease.bench.multiturn.plan import Cell, Mode, Sweep, TurnStats
@@ -138,6 +138,8 @@ async def _measure(
             record.agree(await _facts(running))
             progress.say("warming up")
             await experiment.warm(running)
+            if running.sidecar_urls:
+                record.runs[-1]["handshakes"] = await handshakes(running.session, running.sidecar_urls)
             for beside in part.streams:
                 record.add_streams(await beside_turns(running, experiment, stream_plan, beside))
                 print(json.dumps(record.streams[-1]), flush=True)
