@@ -5,7 +5,7 @@ import io
 import json
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import grpc.aio
@@ -266,13 +266,49 @@ async def test_a_body_that_says_it_is_too_long_is_not_waited_for(stack: Stack) -
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
+async def one_answer(reader: StreamReader) -> bytes:
+    """An answer up to its length: the server may read on for a while before it closes."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    _, _, length = head.lower().partition(b"content-length:")
+    return head + await reader.readexactly(int(length.partition(b"\r\n")[0]))
+
+
+BEGUN = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1000000\r\n\r\n{"
+PATHS = [b"/v1/chat/completions", b"/v1/embeddings"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("router_settings", [{"body_idle_s": 0.05}], ids=["idle"])
 async def test_a_client_that_stops_in_the_middle_of_its_body_is_given_up(
-    stack: Stack, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, decode: StubEngine, path: bytes
 ) -> None:
-    monkeypatch.setattr("kvlease.router.client.BODY_IDLE_S", 0.05)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-    async with sent_raw(stack, head + b'{"model":') as (reader, _):
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    async with sent_raw(stack, BEGUN % path) as (reader, _):
+        answer = await one_answer(reader)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"nothing of the body came for 0.05 s" in answer
+    assert decode.received == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("router_settings", [{"body_idle_s": 30.0, "body_timeout_s": 0.2}], ids=["whole"])
+async def test_a_client_whose_body_trickles_in_is_given_up_when_its_time_is_over(
+    stack: Stack, decode: StubEngine, path: bytes
+) -> None:
+    async with sent_raw(stack, BEGUN % path) as (reader, writer):
+
+        async def trickle() -> None:
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b" ")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+
+        trickling = asyncio.create_task(trickle())
+        answer = await one_answer(reader)
+        trickling.cancel()
+        await asyncio.wait((trickling,))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"the body did not come in full within 0.2 s" in answer
     assert decode.received == []
 
 

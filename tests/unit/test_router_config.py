@@ -23,6 +23,8 @@ def test_the_defaults_are_valid_and_become_the_policy() -> None:
         ({"wait_for_offer_s": 0.5}, ("0.5", "0.5")),
         ({"gap_floor_s": 601.0}, ("601", "600")),
         ({"body_bytes_max": 0}, ("0",)),
+        ({"body_idle_s": 0}, ("body_idle_s", "0")),
+        ({"body_idle_s": 300.0}, ("body_idle_s (300)", "body_timeout_s (300)")),
         ({"append_tokens_max": -1}, ("-1",)),
         ({"listen": "nowhere"}, ("nowhere",)),
     ],

@@ -5,8 +5,20 @@ from collections.abc import Mapping
 
 from aiohttp import StreamReader, web
 
-BODY_IDLE_S = 60.0
-"""A client that stops in the middle of its body for so long is given up: it would hold what has come for ever."""
+from kvlease.core.values import value
+
+
+@value
+class BodyBounds:
+    """How long a body may take to come: it is held in full, so that a client which never ends it is given up.
+
+    Attributes:
+        idle_s: at most this long without a byte of it.
+        whole_s: and this long from its head to its end, also for one that trickles in.
+    """
+
+    idle_s: float = 60.0
+    whole_s: float = 300.0
 
 
 class HttpClient:
@@ -36,20 +48,21 @@ class HttpClient:
         self.response = web.Response(status=status, headers=headers, body=body)
 
 
-async def read_body(request: web.Request) -> bytes:
+async def read_body(request: web.Request, bounds: BodyBounds) -> bytes:
     """The whole body, which is nobody's but the caller's: aiohttp's own `read` keeps it with the connection.
 
     Raises:
         web.HTTPRequestEntityTooLarge: it is longer than the application takes.
-        web.HTTPRequestTimeout: nothing more of it came for `BODY_IDLE_S`.
+        web.HTTPRequestTimeout: it did not come within its bounds.
     """
     parts: list[bytes] = []
     size, size_max = 0, request.client_max_size
     if (request.content_length or 0) > size_max:  # it says so itself: nobody waits for it to come
         raise web.HTTPRequestEntityTooLarge(max_size=size_max, actual_size=request.content_length or 0)
     content = request.content
+    end_s = asyncio.get_running_loop().time() + bounds.whole_s
     while not content.at_eof():
-        part = await content.readany() if content.is_eof() else await _next_part(content)
+        part = await content.readany() if content.is_eof() else await _next_part(content, bounds, end_s)
         size += len(part)
         if size > size_max:
             raise web.HTTPRequestEntityTooLarge(max_size=size_max, actual_size=size)
@@ -57,9 +70,15 @@ async def read_body(request: web.Request) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _next_part(content: StreamReader) -> bytes:
+async def _next_part(content: StreamReader, bounds: BodyBounds, end_s: float) -> bytes:
+    idle_end_s = asyncio.get_running_loop().time() + bounds.idle_s
     try:
-        async with asyncio.timeout(BODY_IDLE_S):
+        async with asyncio.timeout_at(min(idle_end_s, end_s)):
             return await content.readany()
     except TimeoutError as error:
-        raise web.HTTPRequestTimeout(reason="the body did not come in time") from error
+        why = (
+            f"nothing of the body came for {bounds.idle_s:g} s"
+            if idle_end_s < end_s
+            else f"the body did not come in full within {bounds.whole_s:g} s"
+        )
+        raise web.HTTPRequestTimeout(reason=why) from error

@@ -40,6 +40,7 @@ RELOADED_SETTINGS = frozenset(
 
 ABOVE_ZERO = (
     "body_bytes_max",
+    "body_idle_s",
     "responses_max",
     "responses_bytes_max",
     "conversations_max",
@@ -155,6 +156,12 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     probe_timeout_s: float = setting(5.0, "bound of one such probe")
     unregistered_s: float = setting(300.0, "an engine whose sidecar is gone is the last resort this long")
     body_bytes_max: int = setting(32 << 20, "longest body of a request: images travel in it")
+    body_idle_s: float = setting(
+        60.0, "a client that sends nothing of its body for so long is given up (408)"
+    )
+    body_timeout_s: float = setting(
+        300.0, "and one whose body has not come in full by then, however it trickles"
+    )
     conversations_max: int = setting(
         100_000, "conversations remembered; beyond, the least recent is forgotten"
     )
@@ -238,6 +245,10 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
             self.wait_for_offer_s < self.registry_call_s,
             f"wait_for_offer_s ({self.wait_for_offer_s:g}) must be below registry_call_s "
             f"({self.registry_call_s:g})",
+        )
+        require(
+            self.body_idle_s < self.body_timeout_s,
+            f"body_idle_s ({self.body_idle_s:g}) must be below body_timeout_s ({self.body_timeout_s:g})",
         )
         self._validate_tenancy()
         require(

@@ -17,7 +17,7 @@ from kvlease.router.answers import (
     request_id_of,
 )
 from kvlease.router.bodies import Reading, TurnRequest, parse_turn
-from kvlease.router.client import HttpClient, read_body
+from kvlease.router.client import BodyBounds, HttpClient, read_body
 from kvlease.router.conversation_api import ConversationApi
 from kvlease.router.dialect import Api, text_of
 from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers
@@ -39,6 +39,7 @@ class FrontOptions:
 
     Attributes:
         body_bytes_max: longest body of a request.
+        body_bounds: how long it may take to come.
         session_headers: headers that may name the conversation, the first one present counts.
         isolate_tenants: salt the engines' prefix caches with the tenant.
         engine_credentials: what stands for the caller towards engines.
@@ -50,6 +51,7 @@ class FrontOptions:
     """
 
     body_bytes_max: int
+    body_bounds: BodyBounds
     session_headers: tuple[str, ...] = SESSION_HEADERS
     isolate_tenants: bool = True
     engine_credentials: EngineCredentials = CLIENTS_CREDENTIALS
@@ -103,7 +105,7 @@ class Front:
     def _turn(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             tenant = self._tenant(request)
-            raw = await read_body(request)
+            raw = await read_body(request, self._options.body_bounds)
             from_header = header_id(request.headers, self._options.session_headers)
             turn = parse_turn(api, raw, tenant, from_header, self._reading)
             head = RequestHead(request_id_of(), self._engine_headers(request), api)
@@ -150,8 +152,8 @@ class Front:
             if not self._passing.takes(request.method, path):
                 raise Refused(404, f"{request.method} {request.path} is not served here", "not_found")
             headers = self._engine_headers(request)
-            isolate = self._options.isolate_tenants
-            passed = await passed_request(request, path, headers, tenant, isolate=isolate)
+            bounds, isolate = self._options.body_bounds, self._options.isolate_tenants
+            passed = await passed_request(request, path, headers, tenant, bounds, isolate=isolate)
             client = HttpClient(request)
             await self._passing.run(passed, client)
             return client.response or error_answer(request, 502, "the engine gave no answer", "engine_failed")

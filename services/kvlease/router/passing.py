@@ -15,7 +15,7 @@ from kvlease.core.records import Engine
 from kvlease.core.signals import EngineSignal
 from kvlease.router.answers import Refused
 from kvlease.router.bodies import make_neutral, parse_object
-from kvlease.router.client import HttpClient, read_body
+from kvlease.router.client import BodyBounds, HttpClient, read_body
 from kvlease.router.dialect import encode, text_of
 from kvlease.router.engines import EngineTable
 from kvlease.router.headers import answer_headers
@@ -153,14 +153,20 @@ async def _relay(reply: EngineReply, client: HttpClient) -> None:
 
 
 async def passed_request(
-    request: web.Request, path: str, headers: Mapping[str, str], tenant: str, *, isolate: bool
+    request: web.Request,
+    path: str,
+    headers: Mapping[str, str],
+    tenant: str,
+    bounds: BodyBounds,
+    *,
+    isolate: bool,
 ) -> PassedRequest:
     """A client's request as an engine gets it.
 
     Raises:
         InvalidArgument: its body is neither JSON nor a form, or a form that names what is the router's.
     """
-    raw = await read_body(request)
+    raw = await read_body(request, bounds)
     # As it came: decoded, it might end the line that it stands in.
     query = f"?{request.rel_url.raw_query_string}" if request.rel_url.raw_query_string else ""
     if not raw:

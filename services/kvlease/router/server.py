@@ -11,6 +11,7 @@ from aiohttp import web
 from kvlease.core.clock import Clock
 from kvlease.core.errors import InvalidArgument
 from kvlease.router.assembly import lasting_tasks, make_services
+from kvlease.router.client import BodyBounds
 from kvlease.router.config import RouterConfig
 from kvlease.router.engine_client import HttpEngines
 from kvlease.router.front_server import FrontRunner
@@ -158,6 +159,7 @@ class RouterServer:
         config = self._config
         options = FrontOptions(
             body_bytes_max=config.body_bytes_max,
+            body_bounds=BodyBounds(config.body_idle_s, config.body_timeout_s),
             session_headers=_listed(config.session_headers),
             isolate_tenants=config.isolate_tenants,
             engine_credentials=config.engine_credentials(),
