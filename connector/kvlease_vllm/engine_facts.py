@@ -153,4 +153,17 @@ def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", 
         return f"prefill stops {backoff()} tokens short of the prompt's end"
     if getattr(nixl_scheduler, "_has_mamba", False):
         return "the model has recurrent layers"
+    return _memory_refusal(vllm_config, nixl_scheduler)
+
+
+def _memory_refusal(vllm_config: "VllmConfig", nixl_scheduler: Any) -> str:
+    """Why what NIXL READs here may be another KV than the digests say; empty when it is that one."""
+    if nixl_scheduler.use_host_buffer:
+        # Copied there for requests with vLLM's own parameters alone: a READ would get what lay there before.
+        return "kv_buffer_device is cpu: NIXL reads a copy of the KV, which is not made of retained blocks"
+    if vllm_config.model_config.enable_sleep_mode:
+        # NIXL registered the memory once: after a sleep it would read and write what was there before.
+        return "enable_sleep_mode is set: a sleep puts other memory under the addresses that NIXL knows"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales is set: each engine scales its KV by the first prompt that it gets"
     return ""
