@@ -108,6 +108,31 @@ async def test_kv_that_a_broken_decode_engine_may_be_reading_is_given_to_no_othe
     assert stack.registry.unpinned == []
 
 
+@pytest.mark.parametrize("status", [408, 500, 504])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_pin_under_which_a_request_may_still_be_read_for_is_not_ended_when_a_fault_is_answered(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, leg: str, status: int
+) -> None:
+    """A proxy that gives up answers 504 while the engine behind it goes on, and caches what it READs."""
+    await stack.chat(FIRST, conversation_id="c")
+
+    async def give_up(_request: web.Request, _received: Received) -> web.StreamResponse:
+        return web.Response(status=status, body=b"gone")
+
+    async def refuse(_request: web.Request, _received: Received) -> web.StreamResponse:
+        return web.Response(status=422, body=b"wrong")
+
+    reader = prefill if leg == "prefill" else decode
+    serve, reader.script = reader.script, give_up
+    await stack.chat(said(FIRST, "hello", LONG), conversation_id="c")
+    assert orders(reader.received[1]).read is not None
+    prefill.script, decode.script = serve, refuse
+    await stack.chat(FIRST, conversation_id="d")
+    keep = orders(prefill.received[-1]).keep
+    assert keep is not None
+    await eventually(lambda: stack.registry.unpinned == [keep.pin_id])
+
+
 @pytest.mark.parametrize("others", [0, 1])
 async def test_a_decode_engine_that_answers_with_a_fault_is_replaced_where_another_can_serve(
     stack: Stack, prefill: StubEngine, decode: StubEngine, others: int

@@ -31,6 +31,7 @@ from kvlease.router.turn import (
     TurnServices,
     broken,
     can_differ,
+    may_go_on,
     refused,
     route_headers,
     unavailable,
@@ -38,8 +39,6 @@ from kvlease.router.turn import (
 )
 
 log = logging.getLogger(__name__)
-
-TOO_MANY_REQUESTS = 429
 
 DRAIN_S = 0.1
 """How long the end of a stream is waited for after its last event, so that its connection can be used again."""
@@ -231,7 +230,7 @@ class DecodeLeg:
     ) -> None:
         if reply.status >= 400:
             body = await reply.body()
-            if handover is not None:
+            if handover is not None and not may_go_on(reply.status):
                 turn.loose_pins[handover.pin_id] = handover
             await refused(turn, Refusal(reply.status, answer_headers(reply.headers), body))
         elif _is_stream(reply):
@@ -375,8 +374,7 @@ def _suffix_tokens(turn: Turn, engine_id: str) -> int | None:
 def _answered(status: int) -> LegError:
     """An engine's answer as a failure: one that refuses has begun nothing."""
     fault = status not in NOT_SERVED
-    begun = fault and status != TOO_MANY_REQUESTS
-    return LegError(f"the decode engine answered {status}", sent=begun, fault=fault)
+    return LegError(f"the decode engine answered {status}", sent=may_go_on(status), fault=fault)
 
 
 def _is_refusal(status: int) -> bool:

@@ -25,6 +25,7 @@ from kvlease.router.turn import (
     Turn,
     TurnServices,
     can_differ,
+    may_go_on,
     without_prefill,
 )
 
@@ -172,7 +173,7 @@ class PrefillLeg:
         finally:
             if pin is not None:
                 services.renewals.drop_pin(pin.pin_id)
-        if pin is not None and answered.status >= 400:
+        if pin is not None and answered.status >= 400 and not may_go_on(answered.status):
             turn.loose_pins[pin.pin_id] = pin
         if can_differ(answered.status):
             fault = answered.status not in NOT_SERVED

@@ -1,7 +1,7 @@
 """One turn while it runs: its state, what its legs need, and how it ends badly.
 
 A pin belongs to the reader that was told about it: only a pin that no engine ever learnt of, or whose engine
-has answered in full, is ended by the router. Any other one is the reader's to end, or ends with its
+has refused the request, is ended by the router. Any other one is the reader's to end, or ends with its
 reservation, since its READ may still be running.
 """
 
@@ -39,7 +39,8 @@ TRIES_A_LEG = 2
 NOT_SERVED = frozenset({404, 405})
 """Statuses of an engine that does not have the model (an adapter is often loaded in some only), or the API."""
 
-BUSY = frozenset({408, 429})
+REQUEST_TIMEOUT = 408
+BUSY = frozenset({REQUEST_TIMEOUT, 429})
 """Statuses of an engine that has no time or no room for a request, which another one may have."""
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -188,6 +189,14 @@ class TurnServices:
 def can_differ(status: int) -> bool:
     """Whether another engine may answer what one answered so."""
     return status >= 500 or status in NOT_SERVED or status in BUSY
+
+
+def may_go_on(status: int) -> bool:
+    """Whether an engine may still work on a request that was answered so, and read for it.
+
+    What stands before the engine may have lost patience, and answered in its place.
+    """
+    return status >= 500 or status == REQUEST_TIMEOUT
 
 
 def without_prefill(turn: Turn, reason: PlanReason) -> Plan:
