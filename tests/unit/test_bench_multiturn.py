@@ -69,6 +69,14 @@ def test_every_point_is_measured_with_every_think_time() -> None:
     assert [(cell.name, cell.think_s) for cell in cells] == [("on/8+2x4~2.5s#0", 2.5)]
 
 
+def test_stock_engines_are_warmed_by_as_many_turns_as_ours() -> None:
+    ours = Mode.OFF, Mode.ON, Mode.APPEND, Mode.AUTO
+    experiment = Experiment(sweep(*ours, Mode.STOCK))
+    turns = [list(experiment.warm_cells(modes)) for modes in (ours, (Mode.STOCK,))]
+    assert len(turns[0]) == len(turns[1]) == 4 * 2 + 12
+    assert [cell.length for cell in turns[0]] == [cell.length for cell in turns[1]]
+
+
 # --- figures --------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +112,7 @@ def test_ratios_are_between_medians_of_one_point() -> None:
     assert here["auto_to_best_path"] == 1.1
     assert (here["readback_to_recompute"], here["stock_to_recompute"]) == (0.25, 0.25)
     assert there == {
+        "last": False,
         "source": "",
         "turn": 2,
         "length": 4096,

@@ -16,7 +16,7 @@ from kvlease.bench.multiturn import main
 from kvlease.bench.multiturn.client import Reply
 from kvlease.bench.multiturn.conversations import Conversation, Exchange, Passage
 from kvlease.bench.multiturn.fleet import Running
-from kvlease.bench.multiturn.plan import Mode
+from kvlease.bench.multiturn.plan import Mode, TurnStats
 from kvlease.bench.multiturn.replay import Replay, ReplayCell, ReplayPlan
 from kvlease.bench.multiturn.report import compared, ratios, summary
 from kvlease.core.errors import InvalidArgument
@@ -143,6 +143,18 @@ async def test_a_summary_has_a_row_per_turn_and_compares_it_by_its_number(engine
     ]
     assert [row["turn"] for row in ratios(rows)] == [1, 2]
     assert [row["ratio"] for row in compared(rows, rows)] == [1.0, 1.0]
+
+
+async def test_a_ratio_to_stock_is_of_turns_of_the_same_conversations(engine_url: str) -> None:
+    short = Conversation("short", (exchange("Hello", "Good day"), exchange("More", None)))
+    longer = Conversation("longer", (*short.exchanges, exchange("And then?", None)))
+    turns: list[TurnStats] = []
+    for mode in (Mode.ON, Mode.STOCK):
+        turns += (await replayed(engine_url, mode, short, longer))[1]
+    compared_turns = {
+        (found["turn"], found["last"]): "readback_to_stock" in found for found in ratios(summary(turns))
+    }
+    assert compared_turns == {(1, False): False, (2, True): True, (2, False): False, (3, True): True}
 
 
 def test_cells_alternate_between_modes_and_leave_stock_for_last() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Iterator
 from typing import TypeVar
 
 from kvlease.bench.multiturn.client import Fleet
@@ -11,7 +11,6 @@ from kvlease.bench.multiturn.fleet import AUTO_SAMPLES, Running
 from kvlease.bench.multiturn.plan import REPLY_TOKENS, Cell, Mode, Sweep, TurnStats, prompt_tokens
 from kvlease.core.errors import InvalidArgument
 
-WARM_LENGTH = 512
 AUTO_SUFFIXES = (256, 1024)
 
 T = TypeVar("T")
@@ -30,15 +29,24 @@ class Experiment:
             InvalidArgument: a conversation is longer than the engines' context.
         """
         await self._check_lengths(running)
-        lengths = self._sweep.lengths
-        for mode in running.fleets:
-            for length in dict.fromkeys((min(WARM_LENGTH, lengths[0]), lengths[0], lengths[-1])):
-                await self.run(running, Cell(mode, length, self._sweep.suffix_min, 1, -1))
-        if Mode.AUTO in running.fleets:
+        for cell in self.warm_cells(running.fleets):
+            await self.run(running, cell)
+
+    def warm_cells(self, modes: Collection[Mode]) -> Iterator[Cell]:
+        """Stock's engines have one mode and get as many turns as ours: none is measured on colder engines."""
+        lengths, suffix_min = self._sweep.lengths, self._sweep.suffix_min
+        ours = [mode for mode in self._sweep.modes if mode is not Mode.STOCK]
+        for mode in modes:
+            for _ in range(max(1, len(ours)) if mode is Mode.STOCK else 1):
+                for length in dict.fromkeys((lengths[0], lengths[-1])):
+                    yield Cell(mode, length, suffix_min, 1, -1)
+        if Mode.AUTO not in self._sweep.modes:
+            return
+        for mode in (mode for mode in modes if mode in (Mode.AUTO, Mode.STOCK)):
             for number in range(2 * AUTO_SAMPLES):
                 # While thresholds decide, these suffixes are appended and read back in turn, at every length.
                 length, suffix = lengths[number // 2 % len(lengths)], AUTO_SUFFIXES[number % 2]
-                await self.run(running, Cell(Mode.AUTO, length, suffix, 1, -1))
+                yield Cell(mode, length, suffix, 1, -1)
 
     async def run(self, running: Running, cell: Cell) -> list[TurnStats]:
         """The second turns of a cell. Its prompts are new to every engine."""
@@ -81,7 +89,7 @@ class Experiment:
 
     async def _check_lengths(self, running: Running) -> None:
         needed = self._sweep.context_tokens
-        if Mode.AUTO in running.fleets:
+        if Mode.AUTO in self._sweep.modes:
             needed = max(needed, self._sweep.lengths[-1] + max(AUTO_SUFFIXES) + self._sweep.reply_tokens)
         for url in (*running.prefill_urls, *running.decode_urls):
             context = (await engine_facts(running.session, url)).context_tokens

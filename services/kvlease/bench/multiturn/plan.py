@@ -169,6 +169,7 @@ class TurnStats:
         turn: from 1, within its conversation.
         source: file of the conversation that was replayed; empty in a sweep.
         think_s: before the turn.
+        last: of a conversation that was replayed.
         prefill_transfer_ms, prefill_bytes: of the NIXL READs, those by the prefill engine: what it read back.
     """
 
@@ -193,6 +194,7 @@ class TurnStats:
     think_s: float = 0.0
     prefill_transfer_ms: float = 0.0
     prefill_bytes: float = 0.0
+    last: bool = False
 
     def moved(self, share: Reads) -> "TurnStats":
         """The same turn with its share of what was READ."""

@@ -116,7 +116,7 @@ class Replay:
         await self._check_lengths(running)
         firsts = [len(script[0].question) for script in self._scripts]
         points = dict.fromkeys(Point(length, 1) for length in (min(firsts), max(firsts)))
-        sweep = Sweep(tuple(running.fleets), tuple(points), 1, self._plan.output_tokens, (0.0,), 0)
+        sweep = Sweep(self._plan.modes, tuple(points), 1, self._plan.output_tokens, (0.0,), 0)
         await Experiment(sweep).warm(running)
 
     async def run(self, running: Running, cell: ReplayCell) -> list[TurnStats]:
@@ -167,6 +167,7 @@ class Replay:
                     source=cell.source,
                     read_ms=reply.read_s * 1e3,
                     think_s=self._plan.think_s,
+                    last=number == len(script),
                 )
                 measured.append(stats)
             prompt, generated = prompt + reply.token_ids, len(reply.token_ids)

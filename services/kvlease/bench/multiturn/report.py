@@ -8,10 +8,11 @@ from typing import Any
 
 from kvlease.bench.multiturn.plan import Mode, TurnStats
 
-Key = tuple[str, int, int, int, int, float]
-"""What is compared. A replay's turns have lengths of their own: 0."""
+Key = tuple[str, int, bool, int, int, int, float]
+"""What is compared. A replay's turns have lengths of their own: 0. Its last turns are apart, since of stock engines
+those alone are measured, so that both sides of a ratio are turns of the same conversations."""
 
-KEY_NAMES = ("source", "turn", "length", "suffix", "conversations", "think_s")
+KEY_NAMES = ("source", "turn", "last", "length", "suffix", "conversations", "think_s")
 
 READING = (Mode.ON, Mode.AUTO, Mode.STOCK)
 SINGLE_PATHS = (Mode.OFF, Mode.ON, Mode.APPEND)
@@ -27,7 +28,7 @@ def summary(turns: Iterable[TurnStats]) -> list[dict[str, Any]]:
     groups: dict[tuple[Key, Mode], list[TurnStats]] = defaultdict(list)
     for turn in turns:
         length, suffix = (0, 0) if turn.source else (turn.length, turn.suffix)
-        key = (turn.source, turn.turn, length, suffix, turn.conversations, turn.think_s)
+        key = (turn.source, turn.turn, turn.last, length, suffix, turn.conversations, turn.think_s)
         groups[key, turn.mode].append(turn)
     return [_row(key, mode, group) for (key, mode), group in groups.items()]
 
@@ -42,11 +43,12 @@ def _row(key: Key, mode: Mode, turns: Sequence[TurnStats]) -> dict[str, Any]:
         "mode": mode.value,
         "source": key[0],
         "turn": key[1],
+        "last": key[2],
         # The middle one of a replay's, which differ.
         "length": percentile([turn.length for turn in turns], 0.5),
         "suffix": percentile([turn.suffix for turn in turns], 0.5),
-        "conversations": key[4],
-        "think_s": key[5],
+        "conversations": key[5],
+        "think_s": key[6],
         "turns": len(turns),
         "ttft_mean_ms": fmean(ttfts),
         "ttft_p50_ms": median(ttfts),
@@ -132,7 +134,7 @@ def limits(rows: Sequence[Mapping[str, Any]], link_gb_s: float) -> list[dict[str
 
 def _key(row: Mapping[str, Any]) -> Key:
     length, suffix = (0, 0) if row["source"] else (row["length"], row["suffix"])
-    return row["source"], row["turn"], length, suffix, row["conversations"], row["think_s"]
+    return row["source"], row["turn"], row["last"], length, suffix, row["conversations"], row["think_s"]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -162,8 +164,9 @@ _POINT_HEAD = f"{'mode':8}{'turn':>6}{'prompt':>8}{'suffix':>8}{'at once':>8}{'t
 
 
 def _point(row: Mapping[str, Any]) -> str:
+    turn = f"{row['turn']}{'.' if row['last'] else ''}"
     return (
-        f"{row['mode']:8}{row['turn']:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
+        f"{row['mode']:8}{turn:>6}{row['length']:>8}{row['suffix']:>8}{row['conversations']:>8}"
         f"{row['think_s']:>8g}"
     )
 
