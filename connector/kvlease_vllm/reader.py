@@ -11,6 +11,7 @@ are left to the caller: this file knows no vLLM.
 """
 
 import itertools
+import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -213,10 +214,13 @@ class Reads:
             self._settle(read, outcome)
 
     def lose(self) -> None:
-        """Ends every READ that is not posted yet: this engine's caches are being cleared, and what the holder
-        has may come from other weights."""
+        """Ends every READ: this engine's caches are being cleared, and what the holder has may come from other
+        weights. One in flight is overdue from here on, since the memory cannot be left alone before it has ended.
+        """
         for read in list(self._reads.values()):
-            if read.stage in (Stage.ASKING, Stage.PINNED):
+            if read.stage is Stage.POSTED:
+                read.fence_s = -math.inf
+            elif read.stage is not Stage.SETTLED:
                 self.settle(read, MissReason.LOST.value)
 
     def forget(self, request_id: str) -> Read | None:

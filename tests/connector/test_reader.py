@@ -201,7 +201,7 @@ def test_requests_that_share_a_pin_end_it_together(bench: Bench) -> None:
     assert bench.unpins() == 1
 
 
-def test_a_reset_of_the_caches_loses_what_is_not_posted(bench: Bench) -> None:
+def test_a_reset_of_the_caches_loses_every_read_and_gives_up_what_is_in_flight(bench: Bench) -> None:
     asking, held, posted = (bench.begin(name, name) for name in "ahp")
     for read in (held, posted):
         bench.answer(read)
@@ -209,6 +209,9 @@ def test_a_reset_of_the_caches_loses_what_is_not_posted(bench: Bench) -> None:
     bench.reads.lose()
     assert [read.outcome for read in (asking, held, posted)] == ["lost", "lost", ""]
     assert not bench.reads.post(held, (4,), 4)
+    assert not bench.reads.accept(posted)
+    assert posted in bench.reads.overdue()
+    assert bench.unpins("p") == 0
 
 
 def test_nothing_is_read_under_a_pin_that_was_ended_before(bench: Bench) -> None:

@@ -246,6 +246,25 @@ def test_a_reset_of_the_reader_ends_the_reads_that_it_has_not_begun(engine: Harn
     assert (engine.reports["a"]["outcome"], engine.ranks[0].worker.posted) == ("lost", [])
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_is_being_read_during_a_reset_of_the_reader_is_computed_instead(
+    engine: Harness, *, ended: bool
+) -> None:
+    request = make_request("a", prompt(4 * BLOCK), turn(read()), max_tokens=2)
+    engine.add(request)
+    engine.answer(engine.pinned(prompt(4 * BLOCK)))
+    engine.step()
+    if ended:
+        engine.finish_reads()
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.step()
+    engine.finish_reads()
+    engine.run()
+    assert (engine.reports["a"]["outcome"], engine.reports["a"]["read_tokens"]) == ("fence", 0)
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.free == 63
+
+
 def test_an_address_from_before_a_reset_pins_nothing(engine: Harness) -> None:
     retain(engine, 1, 10)
     old = engine.half._holder.holder
