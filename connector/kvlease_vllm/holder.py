@@ -218,23 +218,25 @@ class BlockHolder:
     def reset(self) -> bool:
         """vLLM's `reset_prefix_cache`: loses every hold first. False when pinned blocks stay referenced."""
         self._before_reset()
-        with self._lock:
-            self._table.reset(self._now_s())
-            events = self._table.take_events()
-        # Also without events: the sidecar learns the epoch by it, and routers name the holder of the next turn.
-        self._notify(events)
+        self._begin_epoch()
         self.give_back()
         return bool(self._reset_pool())
 
     def lose_all(self) -> None:
         """Loses every hold without touching the pool's cache; nothing happens when there is none."""
         self._before_reset()
-        with self._lock:
-            if len(self._table):
-                self._table.reset(self._now_s())
+        if len(self._table):
+            self._begin_epoch()
         self.give_back()
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        with self._lock:
+            self._table.reset(self._now_s())
+            events = self._table.take_events()
+        # Also without events: the sidecar learns the epoch by it, and routers name the holder of the next turn.
+        self._notify(events)
 
     def _admit(self, grant: Grant, admit: Callable[[float], bool]) -> bool:
         with self._lock:

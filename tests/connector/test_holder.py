@@ -309,6 +309,16 @@ def test_a_reset_of_a_pool_that_holds_nothing_tells_that_an_epoch_began() -> Non
     assert told == [(ME.epoch + 1, 0)]
 
 
+def test_every_epoch_is_told_also_when_what_is_left_was_lost_before(bench: Bench) -> None:
+    told: list[int] = []
+    bench.holder._notify = lambda _events: told.append(bench.holder.holder.epoch)
+    bench.grant(1, 3)
+    bench.pin(1)
+    bench.pool.reset_prefix_cache()
+    bench.holder.lose_all()
+    assert told[-1] == bench.holder.holder.epoch
+
+
 def test_losing_all_begins_no_epoch_when_nothing_is_held(bench: Bench) -> None:
     bench.holder.lose_all()
     assert bench.holder.holder == ME
