@@ -109,6 +109,7 @@ def describe_layout(
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         **layout_factors(vllm_config.kv_transfer_config.kv_connector_extra_config, kv_cache_config),
+        **_rope_factors(model),
     }
     digest = blake2b(json.dumps(factors, sort_keys=True).encode(), digest_size=16).hexdigest()
     return KvLayout(
@@ -126,6 +127,15 @@ def _overrides_of(overrides: Any) -> str:
     if callable(overrides):
         return f"{overrides.__module__}.{overrides.__qualname__}"
     return json.dumps(overrides, sort_keys=True, default=str)
+
+
+def _rope_factors(model: Any) -> dict[str, list[bool]]:
+    """What the KV of LongRoPE depends on beside the model: its factors go by `--max-model-len`, not by the prompt."""
+    parameters: dict[str, Any] = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    kinds = list(parameters.values()) if "rope_type" not in parameters else [parameters]
+    long = [kind for kind in kinds if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
+    trained = [kind.get("original_max_position_embeddings", 0) for kind in long]
+    return {"long_rope": [model.max_model_len > tokens for tokens in trained]} if long else {}
 
 
 def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any) -> str:

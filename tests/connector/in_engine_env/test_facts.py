@@ -1,4 +1,4 @@
-"""Which engines neither retain nor READ, and what they say of it."""
+"""Which engines neither retain nor READ, and which do not READ each other."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,20 +7,20 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from kvlease_vllm.engine_facts import retain_refusal
+from kvlease_vllm.engine_facts import describe_layout, retain_refusal
+
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+GROUPS = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)])
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
 def refusal(*, host_buffer: bool = False, sleep_mode: bool = False, **cache: Any) -> str:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(),
         model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
         cache_config=SimpleNamespace(**cache),
     )
-    groups = KVCacheConfig(
-        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-    )
-    return retain_refusal(config, groups, SimpleNamespace(use_host_buffer=host_buffer))
+    return retain_refusal(config, GROUPS, SimpleNamespace(use_host_buffer=host_buffer))
 
 
 def test_an_engine_whose_memory_is_what_nixl_reads_retains() -> None:
@@ -37,3 +37,36 @@ def test_an_engine_whose_memory_is_what_nixl_reads_retains() -> None:
 )
 def test_where_nixl_would_read_other_kv_nothing_is_retained_or_read(facts: Any, named: str) -> None:
     assert named in refusal(**facts)
+
+
+def layout_hash(length_max: int, rope_parameters: dict[str, Any] | None) -> str:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="m",
+            revision=None,
+            dtype=torch.float32,
+            quantization=None,
+            hf_overrides={},
+            hf_text_config=SimpleNamespace(rope_parameters=rope_parameters),
+            max_model_len=length_max,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+    )
+    return describe_layout(config, GROUPS, "0.32").layout_hash
+
+
+@pytest.mark.parametrize("rope_parameters", [LONG, {"full_attention": LONG}])
+def test_engines_whose_longest_prompts_choose_other_rope_factors_do_not_read_each_other(
+    rope_parameters: dict[str, Any],
+) -> None:
+    short, long, longer = (layout_hash(tokens, rope_parameters) for tokens in (4096, 4097, 131072))
+    assert short != long == longer
+
+
+@pytest.mark.parametrize("rope_parameters", [None, {}, {"rope_type": "yarn"}])
+def test_other_models_read_each_other_whatever_their_longest_prompts(
+    rope_parameters: dict[str, Any] | None,
+) -> None:
+    assert layout_hash(4096, rope_parameters) == layout_hash(131072, rope_parameters)
