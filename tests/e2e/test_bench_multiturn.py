@@ -68,6 +68,23 @@ async def test_a_running_routers_own_mode_is_measured_kept_and_gone_on_from(
     assert "was measured with output_tokens 32, not 16" in capsys.readouterr().err
 
 
+async def test_conversations_of_a_file_are_replayed_through_a_running_router(
+    stack: Stack, tmp_path: Path
+) -> None:
+    path, record = tmp_path / "talk.json", tmp_path / "record.json"
+    said = [("user", "What is a lease? " * 20), ("assistant", "It ends. " * 4)] * 2
+    messages = [{"role": role, "content": content} for role, content in said]
+    path.write_text(json.dumps([{"id": "a", "messages": messages}]))
+    replay = ("--input", str(path), "--repeats", "1", "--vocabulary", "250", "--output", str(record))
+    assert await bench(*where(stack), *replay) == 0
+    turns = json.loads(record.read_text())["turns"]
+    assert [(turn["mode"], turn["turn"], turn["path"]) for turn in turns] == [
+        ("auto", 1, "recompute"),
+        ("auto", 2, "readback"),
+    ]
+    assert turns[1]["input_num_tokens"] > turns[0]["input_num_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -140,7 +157,7 @@ class StockEngine:
         return web.json_response({"data": [{"id": self._model, "root": "somewhere", "max_model_len": 900}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        info = 'vllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
+        info = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0"} 1.0\n'
         return web.Response(text=f'{info}vllm:nixl_bytes_transferred_sum{{engine="0"}} {self.bytes_read}\n')
 
 
@@ -150,7 +167,9 @@ async def stock(prefill: StockEngine, decode: StockEngine, *flags: str) -> int:
         return await bench("--prefill-url", urls[0], "--decode-url", urls[1], *SMALL, *flags)
 
 
-async def test_two_stock_engines_are_measured_as_the_example_proxy_drives_them(tmp_path: Path) -> None:
+async def test_two_stock_engines_are_measured_as_the_example_proxy_drives_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, prefill, decode = tmp_path / "record.json", StockEngine(), StockEngine()
     assert await stock(prefill, decode, "--output", str(path)) == 0
     document = json.loads(path.read_text())
@@ -161,7 +180,8 @@ async def test_two_stock_engines_are_measured_as_the_example_proxy_drives_them(t
     assert first["kv_transfer_params"]["remote_block_ids"] is None
     assert second["kv_transfer_params"]["remote_engine_id"] == "d"
     assert [one["stream"] for one in decode.asked[-2:]] == [False, True]
-    facts = {"model": "stock", "max_model_len": 900, "vllm": "", "block_size": 16}
+    facts = {"model": "stock", "max_model_len": 900, "vllm": "", "block_size": 16, "prefix_cache": True}
+    assert "has a prefix cache of its own" in capsys.readouterr().err
     assert document["settings"]["stock engines"] == {"prefill": [facts], "decode": [facts]}
 
 

@@ -71,7 +71,7 @@ def test_every_mode_takes_its_path_and_a_second_run_goes_on_from_the_record(tmp_
     }
     engines = [document["settings"][f"{kind} engines"]["decode"][0] for kind in ("kvlease", "stock")]
     assert engines[0] == engines[1]
-    assert engines[0]["block_size"] == BLOCK_TOKENS
+    assert (engines[0]["block_size"], engines[0]["prefix_cache"]) == (BLOCK_TOKENS, True)
     left = bench("multiturn", "--modes", "off,on,append,auto,stock", *measured, "--resume", "--dry-run")
     assert left.stdout.split() == ["auto/1024+128x1#0"]
     again = bench("multiturn", *measured, "--dry-run")

@@ -1,10 +1,13 @@
 """The experiment on engines that run already: behind a kvlease router, or two with stock connectors."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
+
+import aiohttp
 
 from kvlease.bench.multiturn.client import Fleet, RoutedFleet, StockFleet
 from kvlease.bench.multiturn.engines import TurnFailedError, engine_facts
@@ -49,8 +52,11 @@ class Attachment:
 
 
 @asynccontextmanager
-async def attached(attachment: Attachment) -> AsyncGenerator[Running, None]:
+async def attached(attachment: Attachment, say: Callable[[str], None]) -> AsyncGenerator[Running, None]:
     """The engines, checked for one model; they are left running.
+
+    Args:
+        say: takes what a person should know of them.
 
     Raises:
         InvalidArgument: they have different models, or nobody tells how many token ids the model has.
@@ -63,9 +69,14 @@ async def attached(attachment: Attachment) -> AsyncGenerator[Running, None]:
         for url, other in zip(urls, facts, strict=True):
             if other.model != model:
                 raise InvalidArgument(f"{url} serves {other.model!r}, but {urls[-1]} serves {model!r}")
+        for url, own in zip(attachment.prefill_urls, facts, strict=False):
+            if own.has_prefix_cache:
+                say(
+                    f"{url} has a prefix cache of its own: what it still has of a first turn, it does not READ back"
+                )
         fleet: Fleet
         if attachment.router_url:
-            await _require_router(attachment)
+            await _require_router(session, attachment.router_url)
             fleet = RoutedFleet(session, attachment.router_url, model)
         else:
             fleet = StockFleet(session, attachment.prefill_urls[0], attachment.decode_urls[0], model)
@@ -79,17 +90,17 @@ async def attached(attachment: Attachment) -> AsyncGenerator[Running, None]:
         )
 
 
-async def _require_router(attachment: Attachment) -> None:
-    """Checks that the router has an engine of each role; else each turn would be decoded alone, and none would tell."""
-    url = f"{attachment.router_url}/health"
-    async with bench_session(attachment.key) as session, session.get(url) as response:
-        answer: object = await response.json(content_type=None) if response.status == 200 else None
+async def _require_router(session: aiohttp.ClientSession, router_url: str) -> None:
+    """Checks that the router knows an engine of each role: without one it decodes alone what a leg should be for."""
+    url = f"{router_url}/health"
+    async with session.get(url) as response:
+        answer: object = await response.json(content_type=None) if response.status == HTTPStatus.OK else None
     engines = cast("dict[str, Any]", answer).get("engines") if isinstance(answer, dict) else None
     if not isinstance(engines, dict):
         raise TurnFailedError(f"{url} answered {response.status}, and not as a kvlease router does")
     for role in ("prefill", "decode"):
         if not cast("dict[str, Any]", engines).get(role):
-            raise TurnFailedError(f"{attachment.router_url} knows no {role} engine")
+            raise TurnFailedError(f"{router_url} knows no {role} engine")
 
 
 def _vocabulary(attachment: Attachment, root: str) -> int:

@@ -9,7 +9,8 @@ from typing import Any, cast
 import aiohttp
 
 _HANDSHAKES = re.compile(r'^kvlease_handshake_seconds_(sum|count)\{outcome="done"\} (\S+)$', re.MULTILINE)
-_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.MULTILINE)
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'\b(block_size|enable_prefix_caching)="(\w+)"')
 
 
 class TurnFailedError(RuntimeError):
@@ -65,7 +66,7 @@ class EngineFacts:
     Attributes:
         root: where its model comes from, as it was told; may be a directory.
         context_tokens: the longest prompt and answer; None where it does not tell.
-        version: of vLLM; empty where it does not tell, as `block_size` is None.
+        version: of vLLM; empty where it does not tell, as `block_size` and `has_prefix_cache` are None.
     """
 
     model: str
@@ -73,6 +74,7 @@ class EngineFacts:
     context_tokens: int | None
     version: str
     block_size: int | None
+    has_prefix_cache: bool | None
 
     def to_json(self) -> dict[str, Any]:
         """For a record: what makes figures of two engines differ."""
@@ -81,6 +83,7 @@ class EngineFacts:
             "max_model_len": self.context_tokens,
             "vllm": self.version,
             "block_size": self.block_size,
+            "prefix_cache": self.has_prefix_cache,
         }
 
 
@@ -114,13 +117,15 @@ async def engine_facts(session: aiohttp.ClientSession, engine_url: str) -> Engin
     if not models:
         raise TurnFailedError(f"{url} names no model: is this an engine?")
     model: Mapping[str, Any] = models[0]
-    block_size = _BLOCK_SIZE.search(await _text(session, f"{engine_url}/metrics"))
+    cache = _CACHE.search(await _text(session, f"{engine_url}/metrics"))
+    labels = dict(_LABEL.findall(cache[1])) if cache else {}
     return EngineFacts(
         model["id"],
         model.get("root") or "",
         model.get("max_model_len"),
         await _version(session, engine_url),
-        int(block_size[1]) if block_size else None,
+        int(labels["block_size"]) if labels.get("block_size", "").isdigit() else None,
+        labels["enable_prefix_caching"] == "True" if "enable_prefix_caching" in labels else None,
     )
 
 

@@ -104,7 +104,7 @@ def _parts(
 ) -> Iterator[Part]:
     """Kvlease's engines, then stock's; both at once where they are to be side by side."""
     if attachment is not None:
-        yield Part(attached(attachment), cells, streams)
+        yield Part(attached(attachment, progress.say), cells, streams)
         return
     choice: EngineChoice = flags.choice_of(arguments, progress.say)
     ours = [cell for cell in cells if cell.mode is not Mode.STOCK]
