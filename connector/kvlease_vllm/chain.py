@@ -48,5 +48,11 @@ def _multimodal_extras(request: "Request", tokens: int, block_size: int) -> dict
 
 
 def can_verify(request: "Request") -> bool:
-    """Whether the digests cover all of the request: prompts given as embeddings have no token ids."""
-    return request.prompt_token_ids is not None and getattr(request, "prompt_embeds", None) is None
+    """Whether the digests cover all that the KV of a request depends on.
+
+    Prompts given as embeddings have no token ids. An adapter that is loaded in place may be another one than
+    before, under the same name and path.
+    """
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return False
+    return not getattr(request.lora_request, "load_inplace", False)

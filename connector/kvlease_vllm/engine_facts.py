@@ -163,7 +163,16 @@ def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", 
         return f"prefill stops {backoff()} tokens short of the prompt's end"
     if getattr(nixl_scheduler, "_has_mamba", False):
         return "the model has recurrent layers"
+    if not _names_images_by_content(vllm_config):
+        return "without prefix caching and a cache of processed images, images are not named by their content"
     return _memory_refusal(vllm_config, nixl_scheduler)
+
+
+def _names_images_by_content(vllm_config: "VllmConfig") -> bool:
+    """vLLM numbers images where it need not know them again: two engines give one number to two images."""
+    multimodal = vllm_config.model_config.multimodal_config
+    processed = multimodal is None or multimodal.mm_processor_cache_gb > 0
+    return bool(processed or vllm_config.cache_config.enable_prefix_caching)
 
 
 def _memory_refusal(vllm_config: "VllmConfig", nixl_scheduler: Any) -> str:

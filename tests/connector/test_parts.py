@@ -175,3 +175,8 @@ def test_a_prompt_of_embeddings_cannot_be_verified() -> None:
     assert can_verify(request())
     assert not can_verify(request(prompt_token_ids=None))
     assert not can_verify(request(prompt_embeds=object()))
+
+
+def test_an_adapter_that_is_loaded_in_place_cannot_be_verified() -> None:
+    assert can_verify(request(lora_request=SimpleNamespace(load_inplace=False)))
+    assert not can_verify(request(lora_request=SimpleNamespace(load_inplace=True)))

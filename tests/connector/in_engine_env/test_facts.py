@@ -14,17 +14,33 @@ GROUPS = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCac
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
-def refusal(*, host_buffer: bool = False, sleep_mode: bool = False, **cache: Any) -> str:
+def refusal(
+    *, host_buffer: bool = False, sleep_mode: bool = False, image_cache_gb: float | None = None, **cache: Any
+) -> str:
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(),
-        model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
-        cache_config=SimpleNamespace(**cache),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=sleep_mode,
+            multimodal_config=None
+            if image_cache_gb is None
+            else SimpleNamespace(mm_processor_cache_gb=image_cache_gb),
+        ),
+        cache_config=SimpleNamespace(**{"enable_prefix_caching": True, **cache}),
     )
     return retain_refusal(config, GROUPS, SimpleNamespace(use_host_buffer=host_buffer))
 
 
-def test_an_engine_whose_memory_is_what_nixl_reads_retains() -> None:
-    assert refusal() == ""
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"image_cache_gb": 0.0},
+        {"image_cache_gb": 4.0, "enable_prefix_caching": False},
+    ],
+)
+def test_an_engine_whose_memory_is_what_nixl_reads_retains(facts: Any) -> None:
+    assert refusal(**facts) == ""
 
 
 @pytest.mark.parametrize(
@@ -33,9 +49,10 @@ def test_an_engine_whose_memory_is_what_nixl_reads_retains() -> None:
         ({"host_buffer": True}, "kv_buffer_device"),
         ({"sleep_mode": True}, "enable_sleep_mode"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ({"image_cache_gb": 0.0, "enable_prefix_caching": False}, "images"),
     ],
 )
-def test_where_nixl_would_read_other_kv_nothing_is_retained_or_read(facts: Any, named: str) -> None:
+def test_where_a_read_could_get_other_kv_nothing_is_retained_or_read(facts: Any, named: str) -> None:
     assert named in refusal(**facts)
 
 
