@@ -16,7 +16,7 @@ from kvlease.core.records import EngineRole
 from kvlease.dev.engine_process import HOST, free_ports
 from kvlease.dev.stack import EngineSeat, Stack, StackPlan
 from kvlease.sidecar.config import SidecarConfig
-from kvlease.sidecar.connector_server import SOCKET_NAME
+from kvlease.sidecar.connector_socket import SOCKET_NAME
 from kvlease.sidecar.server import SidecarServer
 
 PIECE_BYTES = 1 << 16
