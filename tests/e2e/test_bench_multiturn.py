@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvlease.bench.multiturn import main
+from kvlease.bench.multiturn.flags import KEY_VARIABLE
 from kvlease.core.records import EngineRole
 from kvlease.dev.main import simulated_engine
 from kvlease.dev.stack import Stack, StackPlan
@@ -122,6 +123,7 @@ class StockEngine:
 
     def __init__(self, model: str = "stock", reads: bool = True) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
         self.bytes_read = 0
         self._model = model
         self._reads = reads
@@ -140,6 +142,7 @@ class StockEngine:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
+        self.keys.add(request.headers.get("Authorization"))
         params = body["kv_transfer_params"]
         has = params["remote_block_ids"] is not None
         if has and self._reads:
@@ -168,9 +171,10 @@ async def stock(prefill: StockEngine, decode: StockEngine, *flags: str) -> int:
 
 
 async def test_two_stock_engines_are_measured_as_the_example_proxy_drives_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, prefill, decode = tmp_path / "record.json", StockEngine(), StockEngine()
+    monkeypatch.setenv(KEY_VARIABLE, "a-secret")
     assert await stock(prefill, decode, "--output", str(path)) == 0
     document = json.loads(path.read_text())
     for turn in document["turns"]:
@@ -181,6 +185,8 @@ async def test_two_stock_engines_are_measured_as_the_example_proxy_drives_them(
     assert second["kv_transfer_params"]["remote_engine_id"] == "d"
     assert [one["stream"] for one in decode.asked[-2:]] == [False, True]
     facts = {"model": "stock", "max_model_len": 900, "vllm": "", "block_size": 16, "prefix_cache": True}
+    assert prefill.keys == decode.keys == {"Bearer a-secret"}
+    assert "a-secret" not in path.read_text()
     assert "has a prefix cache of its own" in capsys.readouterr().err
     assert document["settings"]["stock engines"] == {"prefill": [facts], "decode": [facts]}
 

@@ -41,15 +41,18 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     point = drawn[0]
     figure.suptitle(
         f"turn two: suffix of {point['suffix']} tokens, {point['conversations']} at once, "
-        f"{max(row['turns'] for row in drawn)} turns a point"
+        f"up to {max(row['turns'] for row in drawn)} turns a point"
     )
     for ending in ENDINGS:
         figure.savefig(path.with_suffix(ending), dpi=120)
 
 
 def prefill_split(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds of the prefill leg that went to computing, queues and hops, and to its READ over NIXL."""
-    transfer = min(row["prefill_transfer_p50_ms"], row["prefill_p50_ms"])
+    """Milliseconds of the prefill leg that went to computing, queues and hops, and to its READ over NIXL.
+
+    Records from before NIXL's times were kept by role have the connector's, for kvlease alone.
+    """
+    transfer = min(row["prefill_transfer_p50_ms"] or row["read_p50_ms"], row["prefill_p50_ms"])
     return row["prefill_p50_ms"] - transfer, transfer
 
 
