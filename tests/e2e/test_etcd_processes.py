@@ -69,14 +69,12 @@ class Fleet:
         channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(address))
         return registry_pb2_grpc.RegistryServiceStub(channel)
 
-    async def health(self, number: int) -> str:
-        """What a registry tells of its service."""
-        address = f"127.0.0.1:{self.registries[number]}"
-        name = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    async def health(self) -> list[str]:
+        """What the first registry and the sidecar tell of their services."""
+        return [
+            await health_of(self.registries[0], "kvlease.v1.RegistryService"),
+            await health_of(self._sidecar_port, "kvlease.v1.SidecarService"),
+        ]
 
     async def connector(self) -> FakeConnector:
         layout = KvLayout(32, "float32", 1, 1, 4096, "layout")
@@ -94,6 +92,13 @@ class Fleet:
             return True
 
         await until(attached)
+
+
+async def health_of(port: int, service: str) -> str:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
 async def killed(process: asyncio.subprocess.Process) -> None:
@@ -164,9 +169,12 @@ async def test_processes_wait_for_etcd_share_it_and_outlive_each_other(tmp_path:
         connector.grant(grant())
         one, two = await fleet.ask(0), await fleet.ask(1)
 
-        assert await until(lambda: fleet.health(0)) == "NOT_SERVING"
+        assert await until(fleet.health) == ["NOT_SERVING", "NOT_SERVING"]
         await fleet.etcd.start()
         assert await until(lambda: engines(one)) == ["decode-1"]
+        async with asyncio.timeout(BOUND_S):
+            while await fleet.health() != ["SERVING", "SERVING"]:
+                await asyncio.sleep(0.05)
         assert await until(lambda: pinned(one, "a"))
         (record,) = await until(lambda: leases(one))
         assert (record.lease_id, record.generation > 0) == (LEASE, True)

@@ -135,6 +135,26 @@ async def test_health_is_zero_while_registry_and_sidecars_serve(fleet: Fleet, pa
     assert (said.status, [row["status"] for row in said.json]) == (0, ["ok", "ok"])
 
 
+async def test_health_of_a_sidecar_is_a_problem_until_its_store_has_answered_once(
+    fleet: Fleet, run: Run
+) -> None:
+    fleet.store.broken = True
+    sidecar = await fleet.sidecar()
+
+    async def health() -> tuple[int, str]:
+        said = await run("health", "--sidecar", sidecar.address, "--output", "json")
+        return said.status, said.json[0]["status"]
+
+    async def serves() -> bool:
+        return await health() == (0, "ok")
+
+    assert await health() == (1, "not serving")
+    fleet.store.broken = False
+    await until(serves)
+    fleet.store.broken = True
+    assert await health() == (0, "ok")
+
+
 class SilentStore(BreakableStore):
     """A store whose watch of engines waits until `answers` is set, as that of an etcd that is away."""
 

@@ -5,6 +5,7 @@ import logging
 from contextlib import suppress
 
 from kvlease.core.clock import Clock
+from kvlease.core.errors import StoreUnavailable
 from kvlease.runtime.admin import AdminServer
 from kvlease.runtime.grpc_server import GrpcServer
 from kvlease.runtime.measured_sidecars import MeasuredSidecars
@@ -23,6 +24,9 @@ from kvlease.sidecar.warming import Warming
 from kvlease.store.measured import MeasuredStore
 from kvlease.store.port import Store
 from kvlease.v1 import connector_pb2, connector_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
+
+RETRY_S = 0.5
+"""Pause before a store that did not answer is asked again."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class SidecarServer:
         self._sidecar: Sidecar | None = None
         self._warming: Warming | None = None
         self._servers: list[GrpcServer] = []
+        self._readiness: asyncio.Task[None] | None = None
         self.address = ""
         self._socket = ConnectorSocket(config.socket_dir)
         self.socket_path = self._socket.path
@@ -56,7 +61,7 @@ class SidecarServer:
         return self._admin.url
 
     async def start(self) -> None:
-        """Serves others first, then lets connectors attach.
+        """Serves others first, then lets connectors attach; its health tells so once the store has answered.
 
         Raises:
             InvalidArgument: an address cannot be bound.
@@ -96,9 +101,10 @@ class SidecarServer:
         )
         local.bind()
         self._servers = [public, local]
-        for server in self._servers:
-            await server.start()
+        await public.start(ready=False)
+        await local.start()
         self._socket.publish()
+        self._readiness = asyncio.create_task(_tell_ready(public, store))
         _log.info(
             "sidecar serves",
             extra={"address": self.address, "socket": str(self.socket_path), "admin": self.admin_url},
@@ -113,6 +119,9 @@ class SidecarServer:
                 async with asyncio.timeout(self._config.stop_grace_s):
                     await self._sidecar.close()
         self._socket.withdraw()
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.wait((self._readiness,))
         servers, self._servers = self._servers, []
         for server in reversed(servers):
             await server.stop(self._config.stop_grace_s)
@@ -127,3 +136,16 @@ class SidecarServer:
         if advertised_port == "0":
             return f"{host}:{port}"
         return self._config.advertise
+
+
+async def _tell_ready(server: GrpcServer, store: Store) -> None:
+    """Tells it once the store has answered: before that, no engine that attaches is found by anybody."""
+    while True:
+        try:
+            await store.list_engines()
+        except StoreUnavailable as error:
+            _log.warning("the store has not answered yet", extra={"reason": str(error)})
+            await asyncio.sleep(RETRY_S)
+        else:
+            await server.tell_ready()
+            return
