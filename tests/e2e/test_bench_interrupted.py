@@ -18,10 +18,17 @@ echo $! > {directory}/$$.child
 wait
 """
 
+IN_THE_BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+"""As a shell without job control starts what `&` follows."""
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+@pytest.mark.parametrize(
+    ("started", "number"),
+    [((), signal.SIGTERM), ((), signal.SIGINT), (IN_THE_BACKGROUND, signal.SIGTERM)],
+    ids=["SIGTERM", "SIGINT", "SIGTERM in the background"],
+)
 async def test_a_benchmark_that_is_stopped_ends_its_engines_and_their_children_first(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, started: tuple[str, ...], number: signal.Signals
 ) -> None:
     engine, model = tmp_path / "python", tmp_path / "model"
     engine.write_text(ENGINE.format(directory=tmp_path))
@@ -30,7 +37,8 @@ async def test_a_benchmark_that_is_stopped_ends_its_engines_and_their_children_f
     (model / "config.json").write_text(json.dumps({"vocab_size": 256}))
     options = ("--modes", "stock", "--device", "cuda", "--engine-python", str(engine), "--model", str(model))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvlease.cli", "bench", "multiturn", *options), stderr=asyncio.subprocess.PIPE
+        *(*started, sys.executable, "-m", "kvlease.cli", "bench", "multiturn", *options),
+        stderr=asyncio.subprocess.PIPE,
     )
 
     def pids() -> list[int]:

@@ -60,4 +60,6 @@ def _interrupted_when_terminated() -> Generator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has its jobs in the background ignore it
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
