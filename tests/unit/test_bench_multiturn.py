@@ -17,10 +17,12 @@ from kvlease.bench.multiturn import charts, main
 from kvlease.bench.multiturn.client import Reply
 from kvlease.bench.multiturn.engines import ReadCounters, Reads, TurnFailedError, handshakes
 from kvlease.bench.multiturn.experiment import Experiment
+from kvlease.bench.multiturn.flags import stock_config_of
 from kvlease.bench.multiturn.fleet import Running
 from kvlease.bench.multiturn.plan import Cell, Mode, Point, Sweep, TurnStats
 from kvlease.bench.multiturn.record import Record, read_record
 from kvlease.bench.multiturn.report import compared, limits, ratios, strays, summary
+from kvlease.bench.multiturn.stock import KeptRoom
 from kvlease.bench.multiturn.streams import StreamPlan, beside_turns
 from kvlease.core.errors import InvalidArgument
 
@@ -74,7 +76,35 @@ def test_stock_engines_are_warmed_by_as_many_turns_as_ours() -> None:
     experiment = Experiment(sweep(*ours, Mode.STOCK))
     turns = [list(experiment.warm_cells(modes)) for modes in (ours, (Mode.STOCK,))]
     assert len(turns[0]) == len(turns[1]) == 4 * 2 + 12
-    assert [cell.length for cell in turns[0]] == [cell.length for cell in turns[1]]
+    # A stock decode engine keeps each for a while: the further ones are short.
+    assert [cell.length for cell in turns[1]] == [1024, 4096, *(1024,) * 18]
+
+
+def test_a_conversation_waits_while_a_stock_engine_keeps_too_much_that_nobody_reads() -> None:
+    clock = [0.0]
+    room = KeptRoom(kept_s=30.0, tokens_max=1000.0, now_s=lambda: clock[0])
+    assert room.wait_s(5000) == 0.0  # waiting would give it no more
+    room.keep(600)
+    clock[0] = 10.0
+    room.keep(300)
+    assert (room.wait_s(100), room.wait_s(101)) == (0.0, 20.0)
+    clock[0] = 30.0
+    assert (room.wait_s(700), room.wait_s(701)) == (0.0, 10.0)
+    assert KeptRoom(30.0, None).wait_s(1 << 40) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept_s"),
+    [
+        ((), 120),
+        (("--device", "cuda", "--think-s", "0,7.5"), 38),
+        (("--stock-config", '{"decoder_kv_blocks_ttl": 480}'), 480),
+    ],
+)
+def test_stock_engines_keep_turns_as_long_as_the_next_may_take(flags: tuple[str, ...], kept_s: int) -> None:
+    parser = ArgumentParser()
+    main.add_arguments(parser)
+    assert stock_config_of(parser.parse_args(flags)) == {"decoder_kv_blocks_ttl": kept_s}
 
 
 # --- figures --------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import aiohttp
 
-from kvlease.bench.multiturn.client import Fleet, RoutedFleet, StockFleet
+from kvlease.bench.multiturn.client import Fleet, RoutedFleet
 from kvlease.bench.multiturn.engines import TurnFailedError, engine_facts
 from kvlease.bench.multiturn.fleet import Running, bench_session, vocabulary_of
 from kvlease.bench.multiturn.plan import Mode
+from kvlease.bench.multiturn.stock import KEPT_S, KeptRoom, StockFleet
 from kvlease.core.errors import InvalidArgument
 
 
@@ -79,7 +80,8 @@ async def attached(attachment: Attachment, say: Callable[[str], None]) -> AsyncG
             await _require_router(session, attachment.router_url)
             fleet = RoutedFleet(session, attachment.router_url, model)
         else:
-            fleet = StockFleet(session, attachment.prefill_urls[0], attachment.decode_urls[0], model)
+            room = KeptRoom.of(facts[-1], KEPT_S)
+            fleet = StockFleet(session, attachment.prefill_urls[0], attachment.decode_urls[0], model, room)
         yield Running(
             session,
             attachment.prefill_urls,

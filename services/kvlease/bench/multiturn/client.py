@@ -1,4 +1,4 @@
-"""Sends the turns of the experiment: through kvlease's router, or to stock engines as vLLM's example proxy does."""
+"""Sends turns of the experiment, through kvlease's router."""
 
 import json
 import time
@@ -9,16 +9,6 @@ from typing import Any, Protocol
 import aiohttp
 
 from kvlease.bench.multiturn.engines import TurnFailedError
-
-MISS: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a first turn gives to a stock prefill engine: keep the blocks for whoever reads them."""
 
 
 @dataclass(slots=True)
@@ -82,42 +72,6 @@ class RoutedFleet:
         reply.path, reply.reason = record["path"], record["reason"]
         reply.reused_tokens = record["reused_tokens"]
         reply.prefill_s, reply.read_s = record["prefill_ms"] / 1e3, record["prefill_read_ms"] / 1e3
-        return reply
-
-
-class StockFleet:
-    """One stock prefill and one stock decode engine; D's parameters of a turn are echoed to P in the next."""
-
-    def __init__(self, session: aiohttp.ClientSession, prefill_url: str, decode_url: str, model: str) -> None:
-        self._session = session
-        self._prefill_url = prefill_url
-        self._decode_url = decode_url
-        self._model = model
-        self._kept: dict[str, dict[str, Any]] = {}
-
-    async def turn(
-        self, conversation_id: str, prompt: Sequence[int], tokens: int, *, stream: bool, salt: str = ""
-    ) -> Reply:
-        """One turn of two legs. Only one that is not streamed returns what the next may read."""
-        kept = self._kept.pop(conversation_id, None)
-        params = {**kept, "do_remote_decode": True, "do_remote_prefill": False} if kept else MISS
-        began_s = time.perf_counter()
-        leg = completion_body(self._model, prompt, 1, False, salt)
-        answer = await post(self._session, self._prefill_url, {**leg, "kv_transfer_params": params})
-        prefill_s = time.perf_counter() - began_s
-        body = completion_body(self._model, prompt, tokens, stream, salt)
-        reply = await send(
-            self._session, self._decode_url, {**body, "kv_transfer_params": answer["kv_transfer_params"]}
-        )
-        if reply.kv_transfer_params:
-            self._kept[conversation_id] = reply.kv_transfer_params
-        reply.prefill_s = prefill_s
-        reply.ttft_s = reply.arrivals_s[0] - began_s
-        # Engines tell what they reused only where they were started with --enable-prompt-tokens-details.
-        usage: dict[str, Any] = answer.get("usage") or {}
-        details: dict[str, Any] | None = usage.get("prompt_tokens_details")
-        reply.reused_tokens = details.get("cached_tokens") or 0 if details else 0
-        reply.path = "readback" if kept and (details is None or reply.reused_tokens) else "recompute"
         return reply
 
 

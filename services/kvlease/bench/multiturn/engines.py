@@ -10,7 +10,7 @@ import aiohttp
 
 _HANDSHAKES = re.compile(r'^kvlease_handshake_seconds_(sum|count)\{outcome="done"\} (\S+)$', re.MULTILINE)
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-_LABEL = re.compile(r'\b(block_size|enable_prefix_caching)="(\w+)"')
+_LABEL = re.compile(r'\b(block_size|num_gpu_blocks|enable_prefix_caching)="(\w+)"')
 
 
 class TurnFailedError(RuntimeError):
@@ -66,7 +66,8 @@ class EngineFacts:
     Attributes:
         root: where its model comes from, as it was told; may be a directory.
         context_tokens: the longest prompt and answer; None where it does not tell.
-        version: of vLLM; empty where it does not tell, as `block_size` and `has_prefix_cache` are None.
+        version: of vLLM; empty where it does not tell, as the others are None.
+        kv_tokens: that its KV has room for.
     """
 
     model: str
@@ -75,6 +76,7 @@ class EngineFacts:
     version: str
     block_size: int | None
     has_prefix_cache: bool | None
+    kv_tokens: int | None
 
     def to_json(self) -> dict[str, Any]:
         """For a record: what makes figures of two engines differ."""
@@ -119,13 +121,19 @@ async def engine_facts(session: aiohttp.ClientSession, engine_url: str) -> Engin
     model: Mapping[str, Any] = models[0]
     cache = _CACHE.search(await _text(session, f"{engine_url}/metrics"))
     labels = dict(_LABEL.findall(cache[1])) if cache else {}
+    sizes = [
+        int(labels[name]) if labels.get(name, "").isdigit() else None
+        for name in ("block_size", "num_gpu_blocks")
+    ]
+    block_size, blocks = sizes
     return EngineFacts(
         model["id"],
         model.get("root") or "",
         model.get("max_model_len"),
         await _version(session, engine_url),
-        int(labels["block_size"]) if labels.get("block_size", "").isdigit() else None,
+        block_size,
         labels["enable_prefix_caching"] == "True" if "enable_prefix_caching" in labels else None,
+        block_size * blocks if block_size and blocks else None,
     )
 
 

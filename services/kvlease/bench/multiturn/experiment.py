@@ -33,20 +33,28 @@ class Experiment:
             await self.run(running, cell)
 
     def warm_cells(self, modes: Collection[Mode]) -> Iterator[Cell]:
-        """Stock's engines have one mode and get as many turns as ours: none is measured on colder engines."""
-        lengths, suffix_min = self._sweep.lengths, self._sweep.suffix_min
-        ours = [mode for mode in self._sweep.modes if mode is not Mode.STOCK]
+        """Stock's engines have one mode and get as many turns as ours: none is measured on colder engines.
+
+        The further ones are short, since a stock decode engine keeps each for a while.
+        """
+        lengths = self._sweep.lengths
+        ends = tuple(dict.fromkeys((lengths[0], lengths[-1])))
+        rates = 2 * AUTO_SAMPLES if Mode.AUTO in self._sweep.modes else 0
         for mode in modes:
-            for _ in range(max(1, len(ours)) if mode is Mode.STOCK else 1):
-                for length in dict.fromkeys((lengths[0], lengths[-1])):
-                    yield Cell(mode, length, suffix_min, 1, -1)
-        if Mode.AUTO not in self._sweep.modes:
-            return
-        for mode in (mode for mode in modes if mode in (Mode.AUTO, Mode.STOCK)):
-            for number in range(2 * AUTO_SAMPLES):
+            for length in ends:
+                yield self._warm_cell(mode, length)
+        if Mode.STOCK in modes:
+            ours = len([mode for mode in self._sweep.modes if mode is not Mode.STOCK])
+            for _ in range(max(0, ours - 1) * len(ends) + rates):
+                yield self._warm_cell(Mode.STOCK, lengths[0])
+        if Mode.AUTO in modes:
+            for number in range(rates):
                 # While thresholds decide, these suffixes are appended and read back in turn, at every length.
                 length, suffix = lengths[number // 2 % len(lengths)], AUTO_SUFFIXES[number % 2]
-                yield Cell(mode, length, suffix, 1, -1)
+                yield self._warm_cell(Mode.AUTO, length, suffix)
+
+    def _warm_cell(self, mode: Mode, length: int, suffix: int = 0) -> Cell:
+        return Cell(mode, length, suffix or self._sweep.suffix_min, 1, -1)
 
     async def run(self, running: Running, cell: Cell) -> list[TurnStats]:
         """The second turns of a cell. Its prompts are new to every engine."""
@@ -89,7 +97,7 @@ class Experiment:
 
     async def _check_lengths(self, running: Running) -> None:
         needed = self._sweep.context_tokens
-        if Mode.AUTO in self._sweep.modes:
+        if Mode.AUTO in running.fleets:
             needed = max(needed, self._sweep.lengths[-1] + max(AUTO_SUFFIXES) + self._sweep.reply_tokens)
         for url in (*running.prefill_urls, *running.decode_urls):
             context = (await engine_facts(running.session, url)).context_tokens

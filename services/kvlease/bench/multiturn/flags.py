@@ -9,7 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,10 @@ from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.operator.flags import base_url
 
 KEY_VARIABLE = "KVLEASE_BENCH_KEY"
+STOCK_KEPT_S = {Device.CPU: 120, Device.CUDA: 30}
+"""Without thinking. vLLM's default of 480 s lets turns that nobody reads fill a decode engine within a minute of a
+sweep; the published advice is to tune it to the time between turns."""
+
 STARTING = ("shape", "engine_arguments", "stock_config", "side_by_side")
 
 
@@ -221,7 +225,7 @@ def choice_of(arguments: Namespace, say: Callable[[str], None]) -> EngineChoice:
         (*shape_arguments, *arguments.engine_arguments),
         tuple(arguments.prefill_arguments),
         arguments.gpus,
-        arguments.stock_config,
+        stock_config_of(arguments),
     )
     _ = choice.vocabulary  # refuses what is no model before anything starts
     return choice
@@ -246,10 +250,16 @@ def settings_of(arguments: Namespace) -> dict[str, Any]:
         "model": arguments.shape or (arguments.model.name if arguments.model else "tiny"),
         "engine_arguments": arguments.engine_arguments,
         "prefill_arguments": arguments.prefill_arguments,
-        "stock_config": arguments.stock_config,
+        "stock_config": stock_config_of(arguments),
         "side_by_side": arguments.side_by_side,
         "gpus": list(arguments.gpus),
     }
+
+
+def stock_config_of(arguments: Namespace) -> dict[str, Any]:
+    """Of the stock connectors: they keep turns as long as the next may take to come, or as a flag says."""
+    kept_s = STOCK_KEPT_S[arguments.device] + ceil(max(arguments.think_s))
+    return {"decoder_kv_blocks_ttl": kept_s, **arguments.stock_config}
 
 
 def link_gb_s_of(arguments: Namespace) -> float | None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from kvlease.bench.multiturn.client import Fleet, RoutedFleet, StockFleet
-from kvlease.bench.multiturn.engines import Reads, read_counters
+from kvlease.bench.multiturn.client import Fleet, RoutedFleet
+from kvlease.bench.multiturn.engines import Reads, engine_facts, read_counters
 from kvlease.bench.multiturn.plan import Mode
+from kvlease.bench.multiturn.stock import KEPT_S, KeptRoom, StockFleet
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.records import EngineRole
 from kvlease.dev.engine_process import ConnectorChoice, Device, EngineProcess, EngineSpec, free_ports
@@ -211,7 +212,9 @@ async def stock_engines(
                 waited_s = await asyncio.gather(*(engine.wait_ready() for engine in engines))
                 progress(f"stock engines serve after {max(waited_s):.0f} s")
                 prefill, decode = (engine.base_url for engine in engines)
-                fleet = StockFleet(session, prefill, decode, SERVED_MODEL)
+                kept_s = float(choice.stock_config.get("decoder_kv_blocks_ttl", KEPT_S))
+                room = KeptRoom.of(await engine_facts(session, decode), kept_s)
+                fleet = StockFleet(session, prefill, decode, SERVED_MODEL, room)
                 yield Running(
                     session, (prefill,), (decode,), {Mode.STOCK: fleet}, SERVED_MODEL, choice.vocabulary
                 )
