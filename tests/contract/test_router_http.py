@@ -289,6 +289,15 @@ async def test_a_client_that_stops_in_the_middle_of_its_body_is_given_up(
     assert decode.received == []
 
 
+@pytest.mark.parametrize("router_settings", [{"body_idle_s": 1.0}], ids=["idle"])
+async def test_so_is_one_that_stops_in_the_middle_of_a_renewal_of_its_conversation(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    async with sent_raw(stack, BEGUN % b"/v1/kvlease/conversations/c/renew") as (reader, _):
+        assert (await one_answer(reader)).startswith(b"HTTP/1.1 408 ")
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("router_settings", [{"body_idle_s": 30.0, "body_timeout_s": 0.2}], ids=["whole"])
 async def test_a_client_whose_body_trickles_in_is_given_up_when_its_time_is_over(

@@ -10,6 +10,7 @@ from aiohttp import web
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.ids import lease_id_to_hex
 from kvlease.router.answers import Refused, json_answer
+from kvlease.router.client import BodyBounds, read_body
 from kvlease.router.conversation import Conversation, TurnRecord
 from kvlease.router.conversations import ConversationTable
 from kvlease.router.purge import release_tenant
@@ -22,11 +23,15 @@ class ConversationApi:
 
     Args:
         tenant_of: whom a request belongs to.
+        body_bounds: how long its body may take to come.
     """
 
-    def __init__(self, services: TurnServices, tenant_of: Callable[[web.Request], str]) -> None:
+    def __init__(
+        self, services: TurnServices, tenant_of: Callable[[web.Request], str], body_bounds: BodyBounds
+    ) -> None:
         self._services = services
         self._tenant_of = tenant_of
+        self._body_bounds = body_bounds
 
     def routes(self) -> list[web.RouteDef]:
         """The routes."""
@@ -53,7 +58,8 @@ class ConversationApi:
     async def _renew(self, request: web.Request) -> web.StreamResponse:
         """The client keeps its conversation for `duration_s` seconds more, for as long as may be without it."""
         conversation = self._find(request)
-        duration_s = _duration_s(await request.read(), self._services.policy.gap_cap_s)
+        raw = await read_body(request, self._body_bounds)
+        duration_s = _duration_s(raw, self._services.policy.gap_cap_s)
         table = self._services.conversations
         kept = [table.keep_live(leaf, duration_s) for leaf in table.leaves(conversation)]
         live = any(kept)

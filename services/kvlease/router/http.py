@@ -95,7 +95,7 @@ class Front:
             web.get("/live", self._live),
             web.get("/health", self._health),
             web.get("/ready", self._health),
-            *ConversationApi(self._services, self._tenant).routes(),
+            *ConversationApi(self._services, self._tenant, self._options.body_bounds).routes(),
             *ResponseApi(self._services.responses, self._tenant).routes(),
         ]
         app.add_routes(routes)
