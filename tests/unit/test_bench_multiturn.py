@@ -98,6 +98,8 @@ def test_a_conversation_waits_while_a_stock_engine_keeps_too_much_that_nobody_re
     [
         ((), 120),
         (("--device", "cuda", "--think-s", "0,7.5"), 38),
+        (("--device", "cuda", "--conversations", "1,6"), 60),
+        (("--device", "cuda", "--points", "8+2,8+2x9"), 90),
         (("--stock-config", '{"decoder_kv_blocks_ttl": 480}'), 480),
     ],
 )

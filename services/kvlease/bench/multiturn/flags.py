@@ -26,8 +26,8 @@ from kvlease.operator.flags import base_url
 
 KEY_VARIABLE = "KVLEASE_BENCH_KEY"
 STOCK_KEPT_S = {Device.CPU: 120, Device.CUDA: 30}
-"""Without thinking. vLLM's default of 480 s lets turns that nobody reads fill a decode engine within a minute of a
-sweep; the published advice is to tune it to the time between turns."""
+"""For four conversations at once, without thinking. By vLLM's default of 480 s, turns that nobody reads fill a decode
+engine within a minute of a sweep; the published advice is to tune it to the time between turns."""
 
 STARTING = ("shape", "engine_arguments", "stock_config", "side_by_side")
 
@@ -258,7 +258,10 @@ def settings_of(arguments: Namespace) -> dict[str, Any]:
 
 def stock_config_of(arguments: Namespace) -> dict[str, Any]:
     """Of the stock connectors: they keep turns as long as the next may take to come, or as a flag says."""
-    kept_s = STOCK_KEPT_S[arguments.device] + ceil(max(arguments.think_s))
+    points: tuple[Point, ...] = arguments.points or ()
+    at_once = max([point.conversations for point in points] or arguments.conversations)
+    # First turns follow each other: the first of them waits for all the others.
+    kept_s = STOCK_KEPT_S[arguments.device] * ceil(at_once / 4) + ceil(max(arguments.think_s))
     return {"decoder_kv_blocks_ttl": kept_s, **arguments.stock_config}
 
 
