@@ -17,8 +17,8 @@ class BodyBounds:
         whole_s: and this long from its head to its end, also for one that trickles in.
     """
 
-    idle_s: float = 60.0
-    whole_s: float = 300.0
+    idle_s: float
+    whole_s: float
 
 
 class HttpClient:

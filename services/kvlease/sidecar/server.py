@@ -144,7 +144,7 @@ async def _tell_ready(server: GrpcServer, store: Store) -> None:
         try:
             await store.list_engines()
         except StoreUnavailable as error:
-            _log.warning("the store has not answered yet", extra={"reason": str(error)})
+            _log.warning("the store does not answer", extra={"reason": str(error)})
             await asyncio.sleep(RETRY_S)
         else:
             await server.tell_ready()
