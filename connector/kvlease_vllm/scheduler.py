@@ -232,7 +232,9 @@ class SchedulerHalf:
         posted = self._reads.post(read, local, num_external_tokens)
         pinned = read.pinned
         head = self._blocks_of(min(read.verified_tokens, request.num_prompt_tokens))
-        usable = posted and len(local) <= head
+        computed = (read.verified_tokens - num_external_tokens) // self._block_size
+        # A block more (to speculate into) or less, and each would get the KV of another one's tokens.
+        usable = posted and len(local) == head - computed
         if not usable or pinned is None or pinned.blocks is None or pinned.location is None:
             read.failed = True
             self._orders.refused.append(GivenUp(request.request_id, read.attempt_id, local))

@@ -1,6 +1,7 @@
 """What is READ, and into which blocks, in vLLM's real scheduler."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engine_harness import BLOCK, Harness, keep, make_harness, make_request, read, turn
@@ -235,6 +236,17 @@ def test_a_pin_that_is_lost_between_the_answer_and_the_load_is_recomputed(engine
     assert engine.sidecar.unpinned == ["pin"]
     assert engine.reports["a"]["outcome"] == "expired"
     assert engine.half.counters()["reads"] == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_another_number_of_blocks_than_is_to_be_read_is_recomputed(engine: Harness, blocks: int) -> None:
+    request = make_request("a", prompt(5 * BLOCK), turn(read()))
+    engine.add(request)
+    engine.answer(engine.pinned(prompt(4 * BLOCK)))
+    assert engine.half.matched_tokens(request, 2 * BLOCK) == (2 * BLOCK, True)
+    allocated = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([*range(1, 1 + blocks)],))
+    assert not engine.half.before_load(request, allocated, 2 * BLOCK)
+    assert [refused.request_id for refused in engine.half._orders.refused] == ["a"]
 
 
 def test_choices_that_share_a_pin_end_it_with_the_last_read(engine: Harness) -> None:
