@@ -110,6 +110,7 @@ def describe_layout(
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         **layout_factors(vllm_config.kv_transfer_config.kv_connector_extra_config, kv_cache_config),
         **_rope_factors(model),
+        **_image_factors(model),
     }
     digest = blake2b(json.dumps(factors, sort_keys=True).encode(), digest_size=16).hexdigest()
     return KvLayout(
@@ -136,6 +137,12 @@ def _rope_factors(model: Any) -> dict[str, list[bool]]:
     long = [kind for kind in kinds if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
     trained = [kind.get("original_max_position_embeddings", 0) for kind in long]
     return {"long_rope": [model.max_model_len > tokens for tokens in trained]} if long else {}
+
+
+def _image_factors(model: Any) -> dict[str, str]:
+    """How images become input, where the engine's own settings say so: their names do not tell."""
+    settings = model.multimodal_config.mm_processor_kwargs if model.multimodal_config is not None else None
+    return {"images": json.dumps(settings, sort_keys=True, default=str)} if settings else {}
 
 
 def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any) -> str:

@@ -56,7 +56,11 @@ def test_where_a_read_could_get_other_kv_nothing_is_retained_or_read(facts: Any,
     assert named in refusal(**facts)
 
 
-def layout_hash(length_max: int, rope_parameters: dict[str, Any] | None) -> str:
+def layout_hash(
+    length_max: int = 4096,
+    rope_parameters: dict[str, Any] | None = None,
+    images: dict[str, Any] | None = None,
+) -> str:
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(
             model="m",
@@ -66,6 +70,7 @@ def layout_hash(length_max: int, rope_parameters: dict[str, Any] | None) -> str:
             hf_overrides={},
             hf_text_config=SimpleNamespace(rope_parameters=rope_parameters),
             max_model_len=length_max,
+            multimodal_config=SimpleNamespace(mm_processor_kwargs=images),
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
@@ -87,3 +92,9 @@ def test_other_models_read_each_other_whatever_their_longest_prompts(
     rope_parameters: dict[str, Any] | None,
 ) -> None:
     assert layout_hash(4096, rope_parameters) == layout_hash(131072, rope_parameters)
+
+
+def test_engines_that_see_images_otherwise_do_not_read_each_other() -> None:
+    few, many = ({"max_pixels": pixels} for pixels in (1000, 2000))
+    assert layout_hash(images=few) != layout_hash(images=many) == layout_hash(images=dict(many))
+    assert layout_hash(images=few) != layout_hash() == layout_hash(images={})
