@@ -75,6 +75,33 @@ async def test_what_a_decode_engine_reads_or_computes_counts_until_its_first_byt
         messages = said(messages, "hello", text)
 
 
+async def test_a_decode_engine_has_all_of_a_prompt_to_compute_whose_log_probabilities_are_wanted(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    await stack.chat(FIRST, conversation_id="c")
+    told = asyncio.Event()
+
+    async def answer_when_told(request: web.Request, received: Received) -> web.StreamResponse:
+        if "prompt_logprobs" in received.body:
+            await told.wait()
+        return await decode.answer(request, received)
+
+    decode.script = answer_when_told
+    messages = said(FIRST, "hello", "more")
+    turn = asyncio.create_task(stack.chat(messages, conversation_id="c", prompt_logprobs=1))
+    await eventually(lambda: len(decode.received) == 2)
+    other = await stack.chat(FIRST, conversation_id="other")
+    told.set()
+    planned = [
+        Decision.from_json(
+            (await stack.send("GET", f"/v1/kvlease/decisions/{answer.headers['X-Request-Id']}")).json
+        ).signals
+        for answer in (await turn, other)
+    ]
+    backlogs = {engine.engine_id: engine.backlog_tokens for engine in planned[1].engines}
+    assert backlogs["decode-1"] == planned[0].prompt_tokens > 0
+
+
 async def test_a_prompt_that_is_computed_is_handed_to_the_engine_with_most_room_by_then(
     stack: Stack, prefill: StubEngine, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,8 +366,9 @@ class DecodeLeg:
 
 
 def _suffix_tokens(turn: Turn, engine_id: str) -> int | None:
-    """Tokens of the prompt after what the engine itself holds; None when it holds nothing of it."""
-    lease = turn.signals.lease if turn.signals is not None else None
+    """Tokens of the prompt after what the engine itself uses; None when it uses nothing that it holds."""
+    signals = turn.signals
+    lease = signals.lease if signals is not None and not signals.whole_prompt else None
     return lease.suffix_tokens if isinstance(lease, LeaseSignal) and lease.engine_id == engine_id else None
 
 
