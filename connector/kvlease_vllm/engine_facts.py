@@ -152,13 +152,14 @@ def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", 
     sliding window keeps the last window, a recurrent state exists at the end alone, and context parallelism
     changes the unit.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     if len(groups) != 1:
         return f"the model has {len(groups)} KV cache groups, only one can be verified"
     spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec):
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        # No subclass: one of them lets blocks go in the middle, and attends to a reply otherwise than to a prompt.
         return f"the KV cache is of {type(spec).__name__}, not full attention"
     if getattr(spec, "sliding_window", None):
         return "the attention has a sliding window"

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+)
 
 from kvlease_vllm.engine_facts import describe_layout, retain_refusal
 
@@ -14,8 +21,19 @@ GROUPS = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCac
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
+def cache_of(spec: KVCacheSpec) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+
+
 def refusal(
-    *, host_buffer: bool = False, sleep_mode: bool = False, image_cache_gb: float | None = None, **cache: Any
+    spec: KVCacheSpec = SPEC,
+    *,
+    host_buffer: bool = False,
+    sleep_mode: bool = False,
+    image_cache_gb: float | None = None,
+    **cache: Any,
 ) -> str:
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(),
@@ -27,7 +45,7 @@ def refusal(
         ),
         cache_config=SimpleNamespace(**{"enable_prefix_caching": True, **cache}),
     )
-    return retain_refusal(config, GROUPS, SimpleNamespace(use_host_buffer=host_buffer))
+    return retain_refusal(config, cache_of(spec), SimpleNamespace(use_host_buffer=host_buffer))
 
 
 @pytest.mark.parametrize(
@@ -56,6 +74,12 @@ def test_where_a_read_could_get_other_kv_nothing_is_retained_or_read(facts: Any,
     assert named in refusal(**facts)
 
 
+def test_only_attention_to_all_tokens_before_retains_and_reads() -> None:
+    shape: Any = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    assert refusal(MLAAttentionSpec(**shape)) == ""
+    assert "RSWASpec" in refusal(RSWASpec(**shape, rswa_window=64))
+
+
 def layout_hash(
     length_max: int = 4096,
     rope_parameters: dict[str, Any] | None = None,
@@ -76,7 +100,7 @@ def layout_hash(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
     )
-    return describe_layout(config, GROUPS, "0.32").layout_hash
+    return describe_layout(config, cache_of(SPEC), "0.32").layout_hash
 
 
 @pytest.mark.parametrize("rope_parameters", [LONG, {"full_attention": LONG}])
