@@ -171,6 +171,8 @@ def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", 
         return f"prefill stops {backoff()} tokens short of the prompt's end"
     if getattr(nixl_scheduler, "_has_mamba", False):
         return "the model has recurrent layers"
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return "the model is one of diffusion, whose KV depends on tokens that come later"
     if not _names_images_by_content(vllm_config):
         return "without prefix caching and a cache of processed images, images are not named by their content"
     return _memory_refusal(vllm_config, nixl_scheduler)

@@ -32,6 +32,7 @@ def refusal(
     *,
     host_buffer: bool = False,
     sleep_mode: bool = False,
+    diffusion: bool = False,
     image_cache_gb: float | None = None,
     **cache: Any,
 ) -> str:
@@ -39,6 +40,7 @@ def refusal(
         parallel_config=SimpleNamespace(),
         model_config=SimpleNamespace(
             enable_sleep_mode=sleep_mode,
+            is_diffusion=diffusion,
             multimodal_config=None
             if image_cache_gb is None
             else SimpleNamespace(mm_processor_cache_gb=image_cache_gb),
@@ -66,6 +68,7 @@ def test_an_engine_whose_memory_is_what_nixl_reads_retains(facts: Any) -> None:
     [
         ({"host_buffer": True}, "kv_buffer_device"),
         ({"sleep_mode": True}, "enable_sleep_mode"),
+        ({"diffusion": True}, "diffusion"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"image_cache_gb": 0.0, "enable_prefix_caching": False}, "images"),
     ],
