@@ -1,5 +1,9 @@
-"""Lengths at the edges of blocks, several choices, and every way to end: reuse is exact, and nothing leaks."""
+"""Lengths at the edges of blocks, several choices, and every way to end: reuse is exact, and nothing leaks.
 
+Engines compute long prompts in chunks of `CHUNK_TOKENS`.
+"""
+
+import asyncio
 import random
 import string
 from typing import Any
@@ -8,10 +12,12 @@ import pytest
 from tests.engine.pair import (
     Message,
     Pair,
+    PairPlan,
     choices_of,
     eventually,
     request_body,
     reusable_tokens,
+    text_body,
     whole_blocks,
 )
 
@@ -24,6 +30,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REPLY_TOKENS = BLOCK_TOKENS
 """A reply of one block leaves a turn as far from a block's end as its prompt was."""
+
+CHUNK_TOKENS = 256
+ABORTS_MAX = 20
+
+
+@pytest.fixture(scope="module")
+def pair_plan() -> PairPlan:
+    """Steps of few tokens."""
+    chunked = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+    return PairPlan(arguments=dict.fromkeys(EngineRole, chunked))
 
 
 def prose(name: str, length: int) -> str:
@@ -54,6 +70,65 @@ async def test_prompts_at_the_edge_of_a_block_reuse_whole_blocks_on_every_path(
         assert turn.reply.equals(await pair.text_cold(text, max_tokens=REPLY_TOKENS))
         kept = token_ids(text) + turn.reply.token_ids
         text += turn.reply.text
+
+
+async def test_prompts_of_many_chunks_are_right_on_every_path(pair: Pair) -> None:
+    text, kept = "", list[int]()
+    for chunks, path in ((5, "recompute"), (6, "append"), (12, "readback")):
+        text += prose(f"chunks-{chunks}", chunks * CHUNK_TOKENS - len(text))
+        await pair.reset_cache(EngineRole.PREFILL)
+        turn = await pair.text_turn(text, "chunks")
+        assert turn.path == path
+        assert turn.reused_tokens == reusable_tokens(kept, token_ids(text))
+        assert turn.reply.equals(await pair.text_cold(text))
+        kept = token_ids(text) + turn.reply.token_ids
+        text += turn.reply.text
+    for seat in pair.stack.seats:
+        assert (
+            f"Chunked prefill is enabled with max_num_batched_tokens={CHUNK_TOKENS}"
+            in seat.log_file.read_text()
+        )
+
+
+async def test_a_turn_that_is_aborted_between_the_chunks_of_its_prefill_is_right_when_it_comes_again(
+    pair: Pair,
+) -> None:
+    text = prose("aborted", 10 * BLOCK_TOKENS)
+    first = await pair.text_turn(text, "aborted")
+    kept = token_ids(text) + first.reply.token_ids
+    for attempt in range(ABORTS_MAX):
+        again = text + first.reply.text + prose(f"aborted-{attempt}", 24 * CHUNK_TOKENS)
+        if await abort_between_chunks(pair, again):
+            break
+    else:
+        raise AssertionError(f"none of {ABORTS_MAX} aborts came between the chunks of a prefill")
+    await pair.settles(EngineRole.PREFILL)
+    await pair.reset_cache(EngineRole.PREFILL)
+    second = await pair.text_turn(again, "aborted")
+    assert (second.path, second.record["outcome"]) == ("readback", "read")
+    assert second.reused_tokens == reusable_tokens(kept, token_ids(again))
+    assert second.reply.equals(await pair.text_cold(again))
+
+
+async def abort_between_chunks(pair: Pair, prompt: str) -> bool:
+    """Leaves a turn while the prefill engine computes its prompt; whether that was before the prompt's end."""
+    finished = await pair.metric(EngineRole.PREFILL, "vllm:prompt_tokens_total")
+    body = {**text_body(prompt), "conversation_id": "aborted"}
+    client = asyncio.create_task(pair.post(f"{pair.stack.router_url}/v1/completions", body))
+
+    async def computes() -> bool:
+        running = await pair.metric(EngineRole.PREFILL, "vllm:num_requests_running")
+        return bool(running) or client.done()
+
+    await eventually(computes, "the prefill engine computes the prompt")
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+
+    async def is_idle() -> bool:
+        return await pair.is_idle(EngineRole.PREFILL)
+
+    await eventually(is_idle, "the prefill engine has ended the turn")
+    return await pair.metric(EngineRole.PREFILL, "vllm:prompt_tokens_total") == finished
 
 
 @pytest.mark.parametrize("path", ["append", "readback", "recompute"])
