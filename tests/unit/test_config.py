@@ -89,6 +89,25 @@ def test_a_value_of_the_wrong_type_names_what_is_wanted(key: str, value: str, wa
         load_config(PaintConfig, "paint", parse(), {f"KVLEASE_PAINT_{key}": value})
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('interval_s = "5"', "interval_s is '5', but must be float"),
+        ("interval_s = true", "interval_s is True, but must be float"),
+        ("layers = 1.5", "layers is 1.5, but must be int"),
+        ('layers = "3"', "layers is '3', but must be int"),
+        ('dry = "yes"', "dry is 'yes', but must be bool"),
+        ("dry = 1", "dry is 1, but must be bool"),
+        ("key = 7", "key is 7, but must be str"),
+    ],
+)
+def test_a_value_in_a_file_is_of_the_settings_own_kind(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "paint.toml"
+    file.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=said):
+        load_config(PaintConfig, "paint", parse("--config", str(file)), {})
+
+
 def test_a_broken_relation_names_both_values() -> None:
     with pytest.raises(ConfigError, match=r"interval_s \(10\) must not exceed lease_s \(20\)"):
         load_config(PaintConfig, "paint", parse("--interval-s", "10"), {})

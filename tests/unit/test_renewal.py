@@ -274,13 +274,13 @@ def test_leases_nobody_may_use_again_are_forgotten(table: RenewalTable) -> None:
 @pytest.mark.parametrize(
     ("changes", "values"),
     [
-        ({"interval_s": 7.0}, ("7.0", "20.0")),
-        ({"interval_s": 30.0, "duration_s": 100.0}, ("30.0", "30.0")),
-        ({"gap_floor_s": 700.0}, ("700.0", "600.0")),
-        ({"gap_returns_per_hour": 0.0}, ("0.0",)),
-        ({"tool_call_max_s": 0.0}, ("0.0",)),
-        ({"duration_s": 0.0}, ("0.0",)),
-        ({"interval_s": float("inf")}, ("inf",)),
+        ({"interval_s": 7.0}, ("heartbeat_interval_s (7)", "lease_duration_s (20)")),
+        ({"interval_s": 30.0, "duration_s": 100.0}, ("heartbeat_interval_s (30)", "reservation_s (30)")),
+        ({"gap_floor_s": 700.0}, ("gap_floor_s (700)", "gap_cap_s (600)")),
+        ({"gap_returns_per_hour": 0.0}, ("gap_returns_per_hour (0)",)),
+        ({"tool_call_max_s": 0.0}, ("tool_call_max_s (0)",)),
+        ({"duration_s": 0.0}, ("lease_duration_s (0)",)),
+        ({"interval_s": float("inf")}, ("heartbeat_interval_s (inf)",)),
     ],
 )
 def test_durations_that_do_not_fit_each_other_are_refused_with_both_values(

@@ -18,7 +18,7 @@ def test_the_defaults_are_valid_and_become_the_policy() -> None:
 @pytest.mark.parametrize(
     ("changes", "values"),
     [
-        ({"heartbeat_interval_s": 8.0}, ("8", "20")),
+        ({"heartbeat_interval_s": 8.0}, ("3 * heartbeat_interval_s (8)", "lease_duration_s (20)")),
         ({"prefill_timeout_s": 1800.0}, ("1800", "1800")),
         ({"wait_for_offer_s": 0.5}, ("0.5", "0.5")),
         ({"gap_floor_s": 601.0}, ("601", "600")),

@@ -17,6 +17,8 @@ from kvlease.core.pauses import KeepPolicy
 BELIEF_SHARE = 0.8
 BEATS_REMEMBERED_MAX = 256
 RETRIES_MAX = 4
+SETTINGS = {"interval_s": "heartbeat_interval_s", "duration_s": "lease_duration_s"}
+"""What a router's settings call durations that are called otherwise here, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,21 @@ class RenewalPolicy:
             "tool_call_max_s",
         ):
             if not 0 < getattr(self, name) < math.inf:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}: it must be above 0 and finite")
+                called = SETTINGS.get(name, name)
+                raise InvalidArgument(f"{called} ({getattr(self, name):g}) must be above 0 and finite")
         if 3 * self.interval_s > self.duration_s:
             raise InvalidArgument(
-                f"interval_s is {self.interval_s} and duration_s {self.duration_s}:"
-                " a lease must survive two lost beats, so 3 * interval_s <= duration_s"
+                f"3 * heartbeat_interval_s ({self.interval_s:g}) must not exceed lease_duration_s "
+                f"({self.duration_s:g}): a lease must survive two lost beats"
             )
         if self.interval_s >= self.reservation_s:
             raise InvalidArgument(
-                f"interval_s is {self.interval_s} and reservation_s {self.reservation_s}:"
-                " a reservation must outlive an interval"
+                f"heartbeat_interval_s ({self.interval_s:g}) must be below reservation_s "
+                f"({self.reservation_s:g}): a reservation must outlive an interval"
             )
         if self.gap_floor_s > self.gap_cap_s:
             raise InvalidArgument(
-                f"gap_floor_s is {self.gap_floor_s} and gap_cap_s {self.gap_cap_s}:"
-                " the floor is above the cap"
+                f"gap_floor_s ({self.gap_floor_s:g}) must not exceed gap_cap_s ({self.gap_cap_s:g})"
             )
 
     def keeping(self) -> KeepPolicy:

@@ -19,6 +19,8 @@ from kvlease.runtime.addresses import is_host_port
 
 ENVIRONMENT_PREFIX = "KVLEASE"
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+_PLAIN_KINDS: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
+"""Kind of a setting -> kinds of the values in a file that it takes: a text that looks like a number is none."""
 
 
 class ConfigError(ValueError):
@@ -112,8 +114,12 @@ def load_config(
         if name.startswith("setting_") and value is not None
     }
     values: dict[str, Any] = {}
-    for source, layer in ((path or "file", _read_file(path)), (f"{prefix}*", given), ("flags", flags)):
-        values |= _typed(config, source, layer)
+    for source, layer, kinds in (
+        (path or "file", _read_file(path), True),
+        (f"{prefix}*", given, False),
+        ("flags", flags, False),
+    ):
+        values |= _typed(config, source, layer, has_kinds=kinds)
     loaded = config(**values)
     loaded.validate()
     return loaded
@@ -159,18 +165,23 @@ def _read_file(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def _typed(config: type[ProcessConfig], source: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(
+    config: type[ProcessConfig], source: str, layer: Mapping[str, Any], *, has_kinds: bool
+) -> dict[str, Any]:
+    """The values of a layer; one that has kinds of its own, as TOML has, must use the right ones."""
     types = get_type_hints(config)
     fields = {field.name for field in dataclasses.fields(config)}
     unknown = sorted(set(layer) - fields)
     if unknown:
         known = ", ".join(sorted(fields))
         raise ConfigError(f"{source}: unknown setting {', '.join(unknown)}; known are {known}")
-    return {name: _value(types[name], name, source, raw) for name, raw in layer.items()}
+    return {name: _value(types[name], name, source, raw, has_kinds=has_kinds) for name, raw in layer.items()}
 
 
-def _value(kind: Any, name: str, source: str, raw: Any) -> Any:
+def _value(kind: Any, name: str, source: str, raw: Any, *, has_kinds: bool) -> Any:
     try:
+        if has_kinds and kind in _PLAIN_KINDS and not isinstance(raw, _PLAIN_KINDS[kind]):
+            raise TypeError("of another kind")
         return _converted(kind, raw)
     except (ValueError, TypeError) as error:
         allowed = kind.__name__
