@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -31,6 +31,14 @@ COMMANDS = {
 }
 """Subcommand -> its module, with `add_arguments(parser)` and `run(arguments) -> int`, and what it does."""
 
+SERVICES_PACKAGES = frozenset(
+    {
+        *("aiohttp", "google", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "opentelemetry"),
+        *("orjson", "prometheus_client", "uvloop"),
+    }
+)
+"""What the extra `services` brings, as it is imported. An engine's environment need not have it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. The exit status."""
@@ -46,9 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if asked_for_help else 2
     # gRPC's fork handlers are for processes that go on after a fork; ours only start others, and they warn.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    module = import_module(COMMANDS[given[0]][0])
-    parser = parser_of(given[0], parser_kind(given))
-    status: int = module.run(parser.parse_args(given[1:]))
+    kind = parser_kind(given)
+    try:
+        module = import_module(COMMANDS[given[0]][0])
+        parser = parser_of(given[0], kind)
+        status: int = module.run(parser.parse_args(given[1:]))
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in SERVICES_PACKAGES:
+            raise
+        needs = f"this command needs {package}, which is not installed: pip install 'kvlease[services]'"
+        kind(prog=f"kvlease {given[0]}", usage=SUPPRESS).error(needs)
     return status
 
 

@@ -30,7 +30,7 @@ from kvlease.dev.sim_process import SimEngineSpec
 from kvlease.dev.stack import Engine, EngineSeat, MakeEngine, Stack, StackError, StackPlan
 from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.dev.warm import warm_handshakes
-from kvlease.runtime.logging import LogFormat, configure_logging
+from kvlease.runtime.logging import LogFormat, LogLevel, configure_logging
 from kvlease.store.port import StoreKind
 
 HOST = "127.0.0.1"
@@ -104,7 +104,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="module of KvleaseConnector; for tests of --check",
     )
     parser.add_argument("--connector-path", type=Path, help="folder to import that module from")
-    parser.add_argument("--log-level", default="warning", help="log level of registry, router and sidecars")
+    parser.add_argument(
+        "--log-level",
+        type=LogLevel,
+        choices=tuple(LogLevel),
+        default=LogLevel.WARNING,
+        help="log level of registry, router and sidecars",
+    )
 
 
 def run(arguments: Namespace) -> int:

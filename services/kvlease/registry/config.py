@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvlease.runtime.admin import AdminSettings
 from kvlease.runtime.config import require, require_host_port, setting
-from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.logging import LogFormat, LogLevel
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.store.settings import StoreSettings
 
@@ -26,7 +26,7 @@ class RegistryConfig(StoreSettings, TracingSettings, AdminSettings):
     wait_for_offer_max_s: float = setting(0.1, "longest that a pin waits for a lease not offered yet")
     session_ids_max: int = setting(100_000, "leases and pins that one router's session may renew")
     stop_grace_s: float = setting(5.0, "calls in flight get this long to end when the registry stops")
-    log_level: str = setting("info", "debug, info, warning or error")
+    log_level: LogLevel = setting(LogLevel.INFO, "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
 
     def validate(self) -> None:

@@ -15,7 +15,7 @@ from kvlease.router.tenancy import parse_networks
 from kvlease.router.turn import TurnLimits
 from kvlease.runtime.admin import AdminSettings
 from kvlease.runtime.config import ConfigError, require, require_host_port, setting
-from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.logging import LogFormat, LogLevel
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.runtime.tls import TlsSettings
 
@@ -221,7 +221,7 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
         50, "tenants with series of their own in the metrics; those that come later are counted together"
     )
     stop_grace_s: float = setting(5.0, "turns in flight get this long to end when the router stops")
-    log_level: str = setting("info", "debug, info, warning or error")
+    log_level: LogLevel = setting(LogLevel.INFO, "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
 
     def validate(self) -> None:

@@ -4,10 +4,24 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class LogLevel(StrEnum):
+    """The lowest level that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "LogLevel | None":
+        """A level in capitals, as Python's own names of them are."""
+        return next((level for level in cls if level.value == str(value).lower()), None)
 
 
 class LogFormat(Enum):
@@ -49,8 +63,8 @@ def extra_of(record: logging.LogRecord) -> dict[str, Any]:
     return {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
 
 
-def configure_logging(level: str, log_format: LogFormat) -> None:
-    """Sends every log of the process to standard error, from `level` (a name such as "info") on."""
+def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
+    """Sends every log of the process to standard error, from `level` on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()

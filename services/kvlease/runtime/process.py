@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, cast, runtime_checkable
 from kvlease import __version__
 from kvlease.core.errors import KvleaseError
 from kvlease.runtime.config import ConfigError, ProcessConfig, describe_config, load_config
-from kvlease.runtime.logging import LogFormat, configure_logging
+from kvlease.runtime.logging import LogFormat, LogLevel, configure_logging
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ServiceConfig(ProcessConfig, Protocol):
     """Configuration of a process that serves."""
 
     @property
-    def log_level(self) -> str:
+    def log_level(self) -> LogLevel:
         """Lowest level that is logged."""
         ...
 

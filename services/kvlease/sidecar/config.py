@@ -7,7 +7,7 @@ from kvlease.core.records import EngineRole
 from kvlease.runtime.addresses import is_base_url
 from kvlease.runtime.admin import AdminSettings
 from kvlease.runtime.config import ConfigError, require, require_host_port, setting
-from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.logging import LogFormat, LogLevel
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.store.port import StoreKind
 from kvlease.store.settings import StoreSettings
@@ -32,7 +32,7 @@ class SidecarConfig(StoreSettings, TracingSettings, AdminSettings):
     handshake_s: float = setting(60.0, "such a handshake is given up by then; the first READ tries again")
     hello_s: float = setting(5.0, "an attached connector must have said who it is within this")
     stop_grace_s: float = setting(5.0, "calls in flight get this long to end when the sidecar stops")
-    log_level: str = setting("info", "debug, info, warning or error")
+    log_level: LogLevel = setting(LogLevel.INFO, "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
 
     def validate(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvlease.runtime.config import require, setting
-from kvlease.runtime.logging import LogFormat
+from kvlease.runtime.logging import LogFormat, LogLevel
 from kvlease.runtime.telemetry import TracingSettings
 from kvlease.runtime.tls import TlsSettings
 from kvlease.sim.engine import EngineSettings
@@ -31,7 +31,7 @@ class SimConfig(TracingSettings, TlsSettings):
     recompute_threshold_tokens: int = setting(64, "fewer tokens than this are computed rather than READ")
     reading_cap: float = setting(0.25, "fraction of the blocks that may be pinned at once")
     lifetime_max_s: float = setting(1800.0, "a lease ends this long after its grant")
-    log_level: str = setting("info", "debug, info, warning or error")
+    log_level: LogLevel = setting(LogLevel.INFO, "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
 
     def validate(self) -> None:

@@ -29,7 +29,7 @@ from kvlease.core.errors import InvalidArgument
 from kvlease.dev.engine_env import EngineEnvironmentError
 from kvlease.dev.engine_process import EngineProcessError
 from kvlease.dev.stack import StackError
-from kvlease.runtime.logging import LogFormat, configure_logging
+from kvlease.runtime.logging import LogFormat, LogLevel, configure_logging
 
 FAILURES = (InvalidArgument, EngineProcessError, EngineEnvironmentError, StackError, TurnFailedError)
 
@@ -47,7 +47,7 @@ class Part:
 
 def run(arguments: Namespace) -> int:
     """Measures. 0 when every cell was measured."""
-    configure_logging("warning", LogFormat.TEXT)
+    configure_logging(LogLevel.WARNING, LogFormat.TEXT)
     try:
         return _run(arguments)
     except (TimeoutError, aiohttp.ClientError) as error:
