@@ -591,6 +591,19 @@ async def test_the_doctor_reads_version_and_room_of_a_real_etcd(
     assert found["etcd", f"etcd {nobody}"]["verdict"] == "problem"
 
 
+async def test_the_doctor_tells_a_registry_whose_store_is_away_and_what_it_sees_of_etcd(
+    fleet: Fleet, pair: Pair, run: Run
+) -> None:
+    fleet.store.broken = True
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    status, found = await findings(run, fleet, "--etcd", nobody)
+    assert status == 1
+    assert set(found) == {("store", f"registry {address(fleet)}"), ("etcd", f"etcd {nobody}")}
+    told = found["store", f"registry {address(fleet)}"]
+    assert told["verdict"] == "problem"
+    assert told["text"].startswith("the registry answers, its store does not (broken by the test)")
+
+
 # --- as a process ---------------------------------------------------------------------------------------------
 
 

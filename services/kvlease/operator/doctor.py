@@ -19,6 +19,7 @@ from kvlease.operator.findings import (
     Verdict,
     judge_etcd,
     judge_fleet,
+    judge_store,
 )
 from kvlease.operator.flags import add_common_flags, add_registry_flag
 from kvlease.store.etcd_client import VERSION_MIN, EtcdClient, EtcdOptions, parse_endpoints
@@ -54,17 +55,15 @@ def run(arguments: Namespace) -> int:
 
 
 async def _examine(arguments: Namespace) -> int:
+    # etcd first: where it is away, registries have no list of engines to give.
+    findings = [
+        finding for member in await _look_at_etcd(arguments) for finding in judge_etcd(member, VERSION_MIN)
+    ]
     async with fleet(arguments) as ways:
-        registry = await ways.registry(arguments.registry)
-        engines = await registry.list_engines()
-        gauges = await read_all(ways, engines)
-        looked = await asyncio.gather(
-            *(_look_at(ways, engine, told) for engine, told in zip(engines, gauges, strict=True))
-        )
-        members = await _look_at_etcd(arguments)
-    findings = [*judge_fleet(looked)]
-    for member in members:
-        findings += judge_etcd(member, VERSION_MIN)
+        try:
+            findings += judge_fleet(await _look_at_engines(ways, arguments.registry))
+        except StoreUnavailable as error:
+            findings.append(judge_store(arguments.registry, str(error)))
     findings.sort(key=lambda finding: ORDER.index(finding.verdict))
     show(_rows(findings), COLUMNS, arguments.output)
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
@@ -83,6 +82,19 @@ def _rows(findings: Iterable[Finding]) -> list[Row]:
         }
         for finding in findings
     ]
+
+
+async def _look_at_engines(ways: Fleet, address: str) -> list[EngineFindings]:
+    """What can be asked about the engines that a registry lists.
+
+    Raises:
+        StoreUnavailable: the registry answers, its store does not.
+    """
+    registry = await ways.registry(address)
+    engines = await registry.list_engines()
+    gauges = await read_all(ways, engines)
+    looks = (_look_at(ways, engine, told) for engine, told in zip(engines, gauges, strict=True))
+    return list(await asyncio.gather(*looks))
 
 
 async def _look_at(ways: Fleet, engine: Engine, gauges: HolderGauges | None) -> EngineFindings:

@@ -296,7 +296,16 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# --- etcd -----------------------------------------------------------------------------------------------------
+# --- registry and etcd ----------------------------------------------------------------------------------------
+
+
+def judge_store(registry: str, failure: str) -> Finding:
+    """A registry that answers, and whose store does not; `failure` is what it says of it."""
+    text = (
+        f"the registry answers, its store does not ({failure}): no engine could be looked at. Turns go on with "
+        "the engines that are known; bring etcd back, and look at it with --etcd"
+    )
+    return _problem("store", f"registry {registry}", text)
 
 
 def judge_etcd(found: EtcdFindings, version_min: tuple[int, ...]) -> Iterator[Finding]:
