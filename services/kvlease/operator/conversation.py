@@ -11,6 +11,7 @@ from kvlease.runtime.identity import Identity
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from kvlease.wire.values import duration_from_wire
 
+WITHOUT_KEY = tenant_digest("anonymous")
 COLUMNS = (
     "path",
     "reason",
@@ -33,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tenant",
-        default=tenant_digest("anonymous"),
+        default=WITHOUT_KEY,
         metavar="DIGEST",
         help="whose it is, as `kvlease leases list` shows tenants (default: clients without a key)",
     )
@@ -60,13 +61,20 @@ async def _show(arguments: Namespace) -> int:
         answer = await heard(call, f"the router at {arguments.routing}")
     if not answer.known:
         raise not_found(
-            f"the router at {arguments.routing} knows no conversation {arguments.conversation_id!r} of this "
-            "tenant"
+            f"the router at {arguments.routing} knows no conversation {arguments.conversation_id!r} of "
+            f"{_whose(arguments.tenant)}"
         )
     if arguments.output is Output.TABLE:
         print(_lease_line(answer))
     show([_turn_row(turn) for turn in answer.turns], COLUMNS, arguments.output)
     return Exit.OK
+
+
+def _whose(tenant: str) -> str:
+    """Which tenant was meant; every SDK sends a key, and so belongs to another one than no key."""
+    if tenant == WITHOUT_KEY:
+        return "clients without a key (others': --tenant DIGEST, which `kvlease leases list` shows)"
+    return f"tenant {tenant}"
 
 
 def _lease_line(answer: routing_pb2.GetConversationResponse) -> str:
