@@ -1,11 +1,25 @@
-"""What `kvlease dev` refuses before it starts anything."""
+"""What `kvlease dev` refuses before it starts anything, and what is left of a start that fails."""
 
+import asyncio
+import json
+import shutil
 import socket
+import sys
+import tempfile
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from kvlease import cli
 from kvlease.dev import main as dev
+from kvlease.dev import stack as dev_stack
+from kvlease.dev.check import CheckResult
+from kvlease.dev.completion import TURN_TIMEOUT_S
+from kvlease.dev.engine_process import EngineProcessError
+from kvlease.dev.refusal import why_taken
+from kvlease.dev.stack import EngineSeat
 
 
 def test_a_port_that_is_taken_is_a_wrong_use_and_told_before_anything_starts(
@@ -24,7 +38,91 @@ def test_a_port_that_is_taken_is_a_wrong_use_and_told_before_anything_starts(
 
 
 def test_any_port_can_be_had() -> None:
-    assert dev.why_taken(0) == ""
+    assert why_taken(0) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model", "/no/such/model"), "--model /no/such/model is no directory"),
+        (("--device", "cuda", "--engine-python", "/no/python"), "/no/python cannot be run: No such file"),
+        (("--device", "cuda", "--engine-python", sys.executable), f"{sys.executable} has no vLLM"),
+    ],
+)
+def test_engines_that_cannot_start_are_a_wrong_use_and_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(dev, "_engine_maker", start)
+    assert cli.main(["dev", "--port", "0", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+class SlowEngine:
+    """Never serves, and ends once a person was told that it is still starting."""
+
+    base_url = "http://127.0.0.1:1"
+
+    def __init__(self, told: list[str], seat: EngineSeat) -> None:
+        self._told = told
+        self._log_file = seat.log_file
+
+    async def start(self) -> None:
+        self._log_file.write_text("what the engine said\n")
+
+    async def wait_ready(self) -> float:
+        while not any("still starting" in line for line in self._told):
+            await asyncio.sleep(0.005)
+        raise EngineProcessError("the engine ended")
+
+    async def stop(self) -> None:
+        """It has ended by itself."""
+
+
+def test_a_check_that_fails_says_so_in_json_and_keeps_the_engines_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dev, "configure_logging", lambda *_: None)
+    told: list[str] = []
+    monkeypatch.setattr(dev, "_progress_to", lambda _: told.append)
+    monkeypatch.setattr(dev, "_engine_maker", lambda *_: partial(SlowEngine, told))
+    monkeypatch.setattr(dev_stack, "STILL_STARTING_S", 0.01)
+    assert cli.main(["dev", "--store", "memory", "--check", "--output", "json"]) == 1
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert (document["ok"], document["turns"]) == (False, [])
+    assert (document["error"]["kind"], document["error"]["message"]) == (
+        "EngineProcessError",
+        "the engine ended",
+    )
+    logs = Path(document["error"]["logs"])
+    try:
+        assert {file.name for file in logs.iterdir()} == {"prefill-0.log", "decode-1.log"}
+        assert f"engines are still starting; their logs are in {logs}" in told
+        assert f"kvlease dev: the engines' logs are kept in {logs}" in printed.err
+    finally:
+        shutil.rmtree(logs)
+
+
+def test_an_interrupted_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def stopped(_: asyncio.Event, work: Coroutine[None, None, CheckResult]) -> None:
+        work.close()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(dev, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(dev, "_engine_maker", lambda *_: partial(SlowEngine, []))
+    monkeypatch.setattr(dev, "_unless_stopped", stopped)
+    assert cli.main(["dev", "--store", "memory", "--check"]) == dev.EXIT_INTERRUPTED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cpu_engine_that_is_slow_has_not_stalled() -> None:
+    dev.PATIENT.validate()
+    assert dev.PATIENT.stall_s < TURN_TIMEOUT_S
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from kvlease.dev.completion import Completion, bytes_read, complete, tokenize
+from kvlease.dev.completion import TURN_TIMEOUT_S, Completion, bytes_read, complete, tokenize
 
 MAX_TOKENS = 24
 SYSTEM = (
@@ -167,7 +167,7 @@ async def run_check(target: Target, conversation_id: str, progress: Progress, *,
     Raises:
         RequestFailedError: a turn was answered with an error.
     """
-    timeout = aiohttp.ClientTimeout(total=300)
+    timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         check = ConversationCheck(session, target, conversation_id, kept=[])
         messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]

@@ -11,6 +11,9 @@ import aiohttp
 LOGPROB_TOLERANCE = 1e-3
 """Largest difference of a token's logprob between a reused and a cold run, in float32."""
 
+TURN_TIMEOUT_S = 900.0
+"""Bound of one turn: above the time after which a router takes an engine for stalled, and asks another one."""
+
 
 class RequestFailedError(RuntimeError):
     """A request was answered with an error; the message holds the status and the start of the body."""

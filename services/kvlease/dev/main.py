@@ -1,12 +1,13 @@
 """`kvlease dev`: the whole system on this machine, and a conversation of three turns through it."""
 
 import asyncio
-import errno
 import json
+import os
 import shlex
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 import time
 import uuid
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -25,19 +26,26 @@ from kvlease.dev.completion import RequestFailedError
 from kvlease.dev.engine_env import EngineEnvironmentError, ensure_engine_environment
 from kvlease.dev.engine_process import BLOCK_TOKENS, Device, EngineProcess, EngineProcessError, EngineSpec
 from kvlease.dev.engine_process import EngineRole as ProcessRole
+from kvlease.dev.refusal import why_refused
 from kvlease.dev.report import turn_table
 from kvlease.dev.sim_process import SimEngineSpec
 from kvlease.dev.stack import Engine, EngineSeat, MakeEngine, Stack, StackError, StackPlan
 from kvlease.dev.tiny_model import ensure_tiny_model
 from kvlease.dev.warm import warm_handshakes
+from kvlease.router.config import RouterConfig
 from kvlease.runtime.logging import LogFormat, LogLevel, configure_logging
 from kvlease.store.port import StoreKind
 
-HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 SERVED_MODEL = "tiny-qwen3"
 EXTRA_ARGUMENTS = ("--enable-prompt-tokens-details",)
 EXIT_INTERRUPTED = 130
+PATIENT = RouterConfig(stall_s=240.0, probe_timeout_s=60.0, prefill_timeout_s=300.0)
+"""Engines of the CPU build share few cores, on which they also spin: one that is slow has not stalled."""
+
+BUSY_LOAD_PER_CORE = 3.0
+"""Load from which on a failure is said to come perhaps from the machine alone."""
+
 FAILURES = (
     StackError,
     EngineProcessError,
@@ -114,23 +122,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Runs the system; the exit status: 0 when every turn was right, 2 when its port cannot be had."""
+    """Runs the system; the exit status: 0 when every turn was right, 2 when it cannot be had as asked for."""
     progress = _progress_to(sys.stderr if arguments.output == "json" else sys.stdout)
     port = arguments.port if arguments.port is not None else (0 if arguments.check else DEFAULT_PORT)
-    taken = why_taken(port)
-    if taken:
-        # Engines take a while to start: better said before.
-        print(
-            f"kvlease dev: port {port} of the OpenAI API {taken}; name another with --port", file=sys.stderr
-        )
+    refusal = why_refused(arguments, port)
+    if refusal:
+        print(f"kvlease dev: {refusal}", file=sys.stderr)
         return 2
     configure_logging(arguments.log_level, LogFormat.TEXT)
     try:
         make_engine = _engine_maker(arguments, progress)
     except EngineEnvironmentError as error:
-        print(f"kvlease dev: real vLLM cannot be installed here: {error}", file=sys.stderr)
         print("The simulated engine needs none of it: kvlease dev --engine sim", file=sys.stderr)
-        return 1
+        return _fail(arguments, "engine_environment", f"real vLLM cannot be installed here: {error}")
     return uvloop.run(_run(arguments, make_engine, progress, port))
 
 
@@ -140,20 +144,17 @@ async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    plan = StackPlan(
-        arguments.prefill,
-        arguments.decode,
-        make_engine,
-        port,
-        store=StoreKind(arguments.store),
-        otlp_endpoint=arguments.otlp_endpoint,
-    )
-    stack = Stack(plan, progress)
+    logs = Path(tempfile.mkdtemp(prefix="kvlease-logs-"))
+    stack = Stack(_plan(arguments, make_engine, port, logs), progress)
     conversation_id = f"dev-{uuid.uuid4().hex[:8]}"
+    keeps_logs = False
     try:
         result = await _unless_stopped(stop, _converse(stack, conversation_id, progress, arguments.check))
         if result is None:
             return EXIT_INTERRUPTED
+        keeps_logs = not result.ok
+        if keeps_logs:
+            progress(f"the engines' logs are kept in {logs}")
         if arguments.check:
             _print_result(result, arguments.output)
         else:
@@ -162,11 +163,28 @@ async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress
             await stop.wait()
         return 0 if result.ok else 1
     except FAILURES as error:
-        print(f"kvlease dev: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        keeps_logs = _holds_files(logs)
+        return _fail(arguments, type(error).__name__, str(error), logs if keeps_logs else None)
     finally:
         progress("stopping everything")
         await stack.stop()
+        if not keeps_logs:
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+def _plan(arguments: Namespace, make_engine: MakeEngine, port: int, logs: Path) -> StackPlan:
+    """What a command line asks for."""
+    slow = arguments.engine == "vllm" and arguments.device is Device.CPU
+    return StackPlan(
+        arguments.prefill,
+        arguments.decode,
+        make_engine,
+        port,
+        router=PATIENT if slow else RouterConfig(),
+        store=StoreKind(arguments.store),
+        log_directory=logs,
+        otlp_endpoint=arguments.otlp_endpoint,
+    )
 
 
 async def _converse(stack: Stack, conversation_id: str, progress: Progress, check: bool) -> CheckResult:
@@ -254,6 +272,25 @@ def simulated_engine(seat: EngineSeat, otlp_endpoint: str = "") -> Engine:
     )
 
 
+def _fail(arguments: Namespace, kind: str, message: str, logs: Path | None = None) -> int:
+    """Says why there is no result, for a person and, where a check's result is asked for in JSON, there, too."""
+    told: dict[str, str] = {"kind": kind, "message": message}
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY_LOAD_PER_CORE * cores:
+        told["hint"] = (
+            f"the load of this machine is {load:.0f} on {cores} cores: engines may be too slow on it"
+        )
+    if logs is not None:
+        told["logs"] = str(logs)
+    print(f"kvlease dev: {kind}: {message}", file=sys.stderr)
+    for line in (told.get("hint"), f"the engines' logs are kept in {logs}" if logs else None):
+        if line:
+            print(f"kvlease dev: {line}", file=sys.stderr)
+    if arguments.check and arguments.output == "json":
+        print(json.dumps({"ok": False, "turns": [], "error": told}, indent=2), flush=True)
+    return 1
+
+
 def _print_result(result: CheckResult, output: str) -> None:
     print(
         json.dumps(result.to_json(), indent=2) if output == "json" else turn_table(result.turns), flush=True
@@ -270,14 +307,17 @@ def _print_invitation(stack: Stack, conversation_id: str) -> None:
     url = stack.router_url
     print(f"\nThe system stays up until Ctrl-C. Try it:\n\n  curl -i {url}/v1/chat/completions \\")
     print(f"    -H 'content-type: application/json' -d '{json.dumps(body)}'\n")
-    print(f"  this conversation   {url}/v1/kvlease/conversations/{conversation_id}")
+    print(f"  this conversation         {url}/v1/kvlease/conversations/{conversation_id}")
     if stack.registry is not None and stack.router is not None:
         addresses = f"KVLEASE_REGISTRY={stack.registry.address} KVLEASE_ROUTING={stack.router.grpc_address}"
-        print(f"  operators' commands export {addresses}; kvlease top")
+        if stack.etcd_endpoint:
+            addresses += f" ETCD={stack.etcd_endpoint}"
+        print(f"  operators' commands       export {addresses}; kvlease top")
     for name, admin_url in stack.admin_urls().items():
-        print(f"  {name + ' metrics':19} {admin_url}/metrics")
+        print(f"  {name + ' metrics':25} {admin_url}/metrics")
     for seat, engine_url in zip(stack.seats, stack.engine_urls(), strict=True):
-        print(f"  {seat.role.value + ' engine':19} {engine_url}/metrics   log {seat.log_file}")
+        name = f"{seat.role.value} engine {seat.number}"
+        print(f"  {name:25} {engine_url}/metrics   log {seat.log_file}")
     sys.stdout.flush()
 
 
@@ -290,16 +330,8 @@ def _progress_to(stream: TextIO) -> Progress:
     return progress
 
 
-def why_taken(port: int) -> str:
-    """What keeps a port of this machine from being served; empty when nothing does, as with 0 (any)."""
-    with socket.socket() as probe:
-        # As servers do: connections of one that has ended may linger.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            return "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-    return ""
+def _holds_files(directory: Path) -> bool:
+    return any(directory.iterdir())
 
 
 def _engines(text: str) -> int:

@@ -27,6 +27,9 @@ from kvlease.store.port import StoreKind
 from kvlease.store.settings import OwnedStore
 
 REGISTERED_TIMEOUT_S = 60.0
+STILL_STARTING_S = 15.0
+"""How often a person who waits for engines is told that they are still starting."""
+
 PIN_CALL_S = 2.0
 """Engines of the CPU build spin on every core: an answer that takes a millisecond elsewhere may take long."""
 
@@ -83,6 +86,7 @@ class StackPlan:
         router: the router's settings; listen addresses are set by the stack.
         store: where leases are remembered; etcd is a child process, too.
         pin_call_s: bound of a pin's way to a connector; what contains it may take twice as long.
+        log_directory: where engines write their logs, which stay there; None: nowhere that lasts.
         otlp_endpoint: of the collector that gets the services' traces; engines have their own setting.
     """
 
@@ -92,6 +96,7 @@ class StackPlan:
     router_port: int = 0
     router: RouterConfig = field(default_factory=RouterConfig)
     store: StoreKind = StoreKind.MEMORY
+    log_directory: Path | None = None
     otlp_endpoint: str = ""
     pin_call_s: float = PIN_CALL_S
 
@@ -117,9 +122,15 @@ class Stack:
         """Base URL of the OpenAI API."""
         return self.router.url if self.router is not None else ""
 
+    @property
+    def etcd_endpoint(self) -> str:
+        """`host:port` of the etcd that it started; empty when it has none."""
+        return self._etcd.endpoint
+
     def admin_urls(self) -> dict[str, str]:
         """Where each part's metrics are."""
-        urls = {f"sidecar {number}": sidecar.admin_url for number, sidecar in enumerate(self.sidecars)}
+        pairs = zip(self.seats, self.sidecars, strict=True)
+        urls = {f"{seat.role.value} sidecar {seat.number}": sidecar.admin_url for seat, sidecar in pairs}
         if self.registry is not None:
             urls["registry"] = self.registry.admin_url
         if self.router is not None:
@@ -232,6 +243,7 @@ class Stack:
     def _seats(self) -> list[EngineSeat]:
         roles = [EngineRole.PREFILL] * self._plan.prefill + [EngineRole.DECODE] * self._plan.decode
         ports = free_ports(2 * len(roles))
+        logs = self._plan.log_directory or self.directory
         return [
             EngineSeat(
                 role,
@@ -239,7 +251,7 @@ class Stack:
                 ports[2 * number],
                 ports[2 * number + 1],
                 self.directory / f"e{number}",
-                self.directory / f"{role.value}-{number}.log",
+                logs / f"{role.value}-{number}.log",
             )
             for number, role in enumerate(roles)
         ]
@@ -248,9 +260,19 @@ class Stack:
         self._progress(f"starting {self._plan.prefill} prefill and {self._plan.decode} decode engines")
         for engine in self.engines:
             await engine.start()
-        waited_s = max(await asyncio.gather(*(engine.wait_ready() for engine in self.engines)))
-        self._progress(f"engines serve after {waited_s:.0f} s")
+        self._progress(f"engines serve after {await self._await_ready():.0f} s")
         await self._await_registered()
+
+    async def _await_ready(self) -> float:
+        """Waits until every engine serves, and says from time to time that it does. The seconds waited."""
+        ready = asyncio.gather(*(engine.wait_ready() for engine in self.engines))
+        logs = self._plan.log_directory
+        try:
+            while not (await asyncio.wait((ready,), timeout=STILL_STARTING_S))[0]:
+                self._progress("engines are still starting" + (f"; their logs are in {logs}" if logs else ""))
+            return max(await ready)
+        finally:
+            ready.cancel()
 
     async def _await_registered(self) -> None:
         deadline_s = LoopClock().now_s() + REGISTERED_TIMEOUT_S

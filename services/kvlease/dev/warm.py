@@ -7,7 +7,7 @@ import uuid
 
 import aiohttp
 
-from kvlease.dev.completion import complete
+from kvlease.dev.completion import TURN_TIMEOUT_S, complete
 
 # The reply is long enough to be read back: the prefill engine holds the prompt itself.
 _REPLY_TOKENS = 128
@@ -23,7 +23,7 @@ async def warm_handshakes(router_url: str, model: str) -> None:
     """
     conversation_id = f"warm-{uuid.uuid4().hex}"
     messages = [{"role": "user", "content": _FIRST}]
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)) as session:
         body = {"model": model, "conversation_id": conversation_id, "temperature": 0}
         reply, _ = await complete(
             session, router_url, {**body, "messages": messages, "max_tokens": _REPLY_TOKENS}
