@@ -220,7 +220,9 @@ class RouterConfig(TracingSettings, TlsSettings, AdminSettings):
     tenant_metrics_max: int = setting(
         50, "tenants with series of their own in the metrics; those that come later are counted together"
     )
-    stop_grace_s: float = setting(5.0, "turns in flight get this long to end when the router stops")
+    stop_grace_s: float = setting(
+        5.0, "turns in flight get this long to end when the router stops, then an error"
+    )
     log_level: LogLevel = setting(LogLevel.INFO, "debug, info, warning or error")
     log_format: LogFormat = setting(LogFormat.JSON, "json, or text for a terminal")
 

@@ -105,11 +105,12 @@ class Front:
     def _turn(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             tenant = self._tenant(request)
-            raw = await read_body(request, self._options.body_bounds)
-            from_header = header_id(request.headers, self._options.session_headers)
-            turn = parse_turn(api, raw, tenant, from_header, self._reading)
-            head = RequestHead(request_id_of(), self._engine_headers(request), api)
-            return await self._run(turn, head, request)
+            with self._services.in_flight.request():
+                raw = await read_body(request, self._options.body_bounds)
+                from_header = header_id(request.headers, self._options.session_headers)
+                turn = parse_turn(api, raw, tenant, from_header, self._reading)
+                head = RequestHead(request_id_of(), self._engine_headers(request), api)
+                return await self._run(turn, head, request)
 
         return handle
 
@@ -153,9 +154,10 @@ class Front:
                 raise Refused(404, f"{request.method} {request.path} is not served here", "not_found")
             headers = self._engine_headers(request)
             bounds, isolate = self._options.body_bounds, self._options.isolate_tenants
-            passed = await passed_request(request, path, headers, tenant, bounds, isolate=isolate)
             client = HttpClient(request)
-            await self._passing.run(passed, client)
+            with self._services.in_flight.request():
+                passed = await passed_request(request, path, headers, tenant, bounds, isolate=isolate)
+                await self._passing.run(passed, client)
             return client.response or error_answer(request, 502, "the engine gave no answer", "engine_failed")
 
         return handle

@@ -73,11 +73,14 @@ class TurnRunner:
                 await unavailable(client, head, why.message, why.code)
                 return
             opened.conversation.turns.append(turn.record)
-            async with asyncio.timeout(services.limits.turn_timeout_s):
-                await self._run_legs(turn)
+            async with asyncio.timeout(services.limits.turn_timeout_s) as bound:
+                with services.in_flight.cut_by(bound):
+                    await self._run_legs(turn)
         except TimeoutError:
             if turn is not None:
-                await broken(turn, 504, "the turn took too long")
+                stops = services.in_flight.ending
+                told = (503, "the router stops") if stops else (504, "the turn took too long")
+                await broken(turn, *told)
         finally:
             services.conversations.close(opened)
             if turn is not None:

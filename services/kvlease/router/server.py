@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
@@ -35,6 +36,10 @@ from kvlease.runtime.telemetry import NO_TELEMETRY, Telemetry, make_telemetry
 from kvlease.runtime.tls import Tls, make_tls
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 
+CLOSE_S = 0.5
+"""aiohttp waits so long for handlers to end, and as long again for those that it cancelled: what was in flight had
+its time before."""
+
 log = logging.getLogger(__name__)
 
 
@@ -64,6 +69,7 @@ class RouterServer:
         self._random = random or SystemRandom()
         self._exit = AsyncExitStack()
         self._reloader: Reloader | None = None
+        self._stop_by_s = math.inf
         self.url = ""
         self.grpc_address = ""
         self.admin_url = ""
@@ -118,13 +124,20 @@ class RouterServer:
         log.info("router serves", extra={"url": self.url, "grpc": self.grpc_address, "admin": self.admin_url})
 
     async def stop(self) -> None:
-        """Refuses requests, lets turns in flight end within the grace, then stops everything. Idempotent."""
+        """Refuses requests, lets turns in flight end within the grace, then stops everything. Idempotent.
+
+        Turns that have not ended by then end with an error.
+        """
+        self._stop_by_s = min(self._stop_by_s, self._clock.now_s() + self._config.stop_grace_s)
         await self._exit.aclose()
 
     def reload(self, config: RouterConfig) -> None:
         """Takes limits and keys anew; what makes no sense changes nothing. Turns in flight go on."""
         if self._reloader is not None:
             self._reloader.reload(config)
+
+    def _grace_left_s(self) -> float:
+        return max(0.0, self._stop_by_s - self._clock.now_s())
 
     def _start_tasks(self, lasting: list[Coroutine[Any, Any, None]]) -> None:
         """The tasks that last as long as the router; one that fails is a bug, and says so in the log."""
@@ -151,7 +164,11 @@ class RouterServer:
         servicer = RoutingServicer(services)
         routing_pb2_grpc.add_RoutingServiceServicer_to_server(servicer, server.server)
         server.bind()
-        self._exit.push_async_callback(server.stop, self._config.stop_grace_s)
+
+        async def stop_server() -> None:
+            await server.stop(self._grace_left_s())
+
+        self._exit.push_async_callback(stop_server)
         await server.start()
         self.grpc_address = server.address
 
@@ -171,11 +188,16 @@ class RouterServer:
         )
         app = Front(services, TurnRunner(services), options).application()
         app.on_response_prepare.append(count_answers(self._metrics))
+
+        async def end_requests(_app: web.Application) -> None:
+            await services.in_flight.end(self._grace_left_s())
+
+        app.on_shutdown.append(end_requests)  # nobody can connect any more
         runner = FrontRunner(
             app,
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=config.stop_grace_s,
+            shutdown_timeout=CLOSE_S,
             logger=server_logger,
         )
         await runner.setup()

@@ -28,6 +28,7 @@ from kvlease.router.engines import EngineTable
 from kvlease.router.errors import error_body, error_event, refusal_body
 from kvlease.router.health import EngineHealth
 from kvlease.router.heartbeat import Heartbeat
+from kvlease.router.in_flight import InFlight
 from kvlease.router.metrics import TurnMetrics
 from kvlease.router.ports import ClientPort, EnginePort, RandomPort, RegistryPort
 from kvlease.router.responses import ResponseStore
@@ -44,6 +45,7 @@ BUSY = frozenset({REQUEST_TIMEOUT, 429})
 """Statuses of an engine that has no time or no room for a request, which another one may have."""
 
 JSON_HEADERS = {"Content-Type": "application/json"}
+BROKEN_CODES = {503: "router_stops", 504: "turn_timeout"}
 
 
 @dataclass(slots=True)
@@ -180,6 +182,7 @@ class TurnServices:
     tracing: TurnTracing = NO_TRACING
     tenancy: Tenancy = field(default_factory=TenancyByCredential)
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(10_000, 256 << 20))
+    in_flight: InFlight = field(default_factory=InFlight)
 
     def unpin(self, pin: PinnedLease) -> None:
         """Ends a pin in the background."""
@@ -243,7 +246,7 @@ async def refused(turn: Turn, refusal: Refusal) -> None:
 async def broken(turn: Turn, status: int, message: str) -> None:
     """Ends a turn that failed: with an error answer, or with an error event when the answer has begun."""
     turn.record.ended = turn.record.ended or "badly"
-    code, api = "turn_timeout" if status == 504 else "engine_failed", turn.request.api
+    code, api = BROKEN_CODES.get(status, "engine_failed"), turn.request.api
     if turn.answered:
         await turn.client.write(error_event(status, message, code, api))
         await turn.client.end()
