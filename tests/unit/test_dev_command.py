@@ -1,12 +1,13 @@
 """What `kvlease dev` refuses before it starts anything, and what is left of a start that fails."""
 
 import asyncio
+import gc
 import json
 import shutil
+import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import pytest
 from kvlease import cli
 from kvlease.dev import main as dev
 from kvlease.dev import stack as dev_stack
-from kvlease.dev.check import CheckResult
 from kvlease.dev.completion import TURN_TIMEOUT_S
 from kvlease.dev.engine_process import EngineProcessError
 from kvlease.dev.refusal import why_taken
@@ -107,17 +107,21 @@ def test_a_check_that_fails_says_so_in_json_and_keeps_the_engines_logs(
 
 
 def test_an_interrupted_start_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    async def stopped(_: asyncio.Event, work: Coroutine[None, None, CheckResult]) -> None:
-        work.close()
+    def interrupt(line: str) -> None:
+        if "still starting" in line:
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(dev, "configure_logging", lambda *_: None)
     monkeypatch.setattr(dev, "_engine_maker", lambda *_: partial(SlowEngine, []))
-    monkeypatch.setattr(dev, "_unless_stopped", stopped)
+    monkeypatch.setattr(dev, "_progress_to", lambda _: interrupt)
+    monkeypatch.setattr(dev_stack, "STILL_STARTING_S", 0.01)
     assert cli.main(["dev", "--store", "memory", "--check"]) == dev.EXIT_INTERRUPTED
     assert list(tmp_path.iterdir()) == []
+    gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_cpu_engine_that_is_slow_has_not_stalled() -> None:

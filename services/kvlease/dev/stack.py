@@ -265,14 +265,17 @@ class Stack:
 
     async def _await_ready(self) -> float:
         """Waits until every engine serves, and says from time to time that it does. The seconds waited."""
-        ready = asyncio.gather(*(engine.wait_ready() for engine in self.engines))
-        logs = self._plan.log_directory
+        telling = asyncio.create_task(self._tell_of_waiting())
         try:
-            while not (await asyncio.wait((ready,), timeout=STILL_STARTING_S))[0]:
-                self._progress("engines are still starting" + (f"; their logs are in {logs}" if logs else ""))
-            return max(await ready)
+            return max(await asyncio.gather(*(engine.wait_ready() for engine in self.engines)))
         finally:
-            ready.cancel()
+            telling.cancel()
+
+    async def _tell_of_waiting(self) -> None:
+        logs = self._plan.log_directory
+        while True:
+            await asyncio.sleep(STILL_STARTING_S)
+            self._progress("engines are still starting" + (f"; their logs are in {logs}" if logs else ""))
 
     async def _await_registered(self) -> None:
         deadline_s = LoopClock().now_s() + REGISTERED_TIMEOUT_S
