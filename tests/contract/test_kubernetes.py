@@ -33,6 +33,7 @@ def of_kind(*kinds: str) -> list[dict[str, Any]]:
 
 
 WORKLOADS = of_kind("Deployment", "StatefulSet")
+OPERATOR: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "operator" / "operator.yaml").read_text()))
 
 
 def containers_of(workload: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -54,7 +55,7 @@ def named(document: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("document", OBJECTS, ids=named)
+@pytest.mark.parametrize("document", [*OBJECTS, *OPERATOR], ids=named)
 def test_an_object_is_what_the_schema_of_kubernetes_says(document: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(document, version, strict=True)
 
@@ -210,3 +211,56 @@ def test_only_engines_reach_the_ports_of_engines_that_ask_nobody_who_comes() -> 
     registries = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kvlease-registry"}}}
     operators = {"namespaceSelector": {"matchLabels": {"kvlease.io/operator": "true"}}}
     assert [peer for peer, port in allowed if port == 7720] == [registries, operators, engines]
+
+
+def test_a_client_stays_with_the_router_that_keeps_its_responses() -> None:
+    (front,) = [one for one in of_kind("Service") if one["metadata"]["name"] == "kvlease-router"]
+    assert front["spec"]["sessionAffinity"] == "ClientIP"
+
+
+def test_an_engine_gets_the_token_for_its_model_where_there_is_one() -> None:
+    for workload in of_kind("StatefulSet"):
+        _, engine = containers_of(workload)
+        (token,) = [one["valueFrom"]["secretKeyRef"] for one in engine["env"] if one["name"] == "HF_TOKEN"]
+        assert token["optional"]
+
+
+def test_a_router_starts_without_a_secret_of_keys_and_reads_one_where_the_settings_say() -> None:
+    (router,) = [one for one in WORKLOADS if one["metadata"]["name"] == "kvlease-router"]
+    (volume,) = [one for one in router["spec"]["template"]["spec"]["volumes"] if one["name"] == "keys"]
+    assert volume["secret"]["optional"]
+    (container,) = containers_of(router)
+    (mount,) = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "keys"]
+    assert settings_of(container)["KVLEASE_ROUTER_KEYS_FILE"] == ""
+    assert f"{mount}/keys.toml" in (FOLDER / "settings.yaml").read_text()
+
+
+def test_the_pod_of_operators_reaches_what_the_policies_let_it_reach_at_ports_of_services() -> None:
+    namespace, pod = OPERATOR
+    labels = namespace["metadata"]["labels"]
+    (container,) = pod["spec"]["containers"]
+    services = {
+        f"{one['metadata']['name']}.kvlease.svc:{port['port']}": one["spec"]["selector"]
+        for one in of_kind("Service")
+        for port in one["spec"]["ports"]
+    }
+    open_to_it = [
+        (policy["spec"]["podSelector"], port["port"])
+        for policy in of_kind("NetworkPolicy")
+        for rule in policy["spec"].get("ingress", [])
+        for peer in rule["from"]
+        for port in rule["ports"]
+        if "namespaceSelector" in peer and peer["namespaceSelector"]["matchLabels"].items() <= labels.items()
+    ]
+    addresses = {
+        one["name"]: one["value"].removeprefix("https://")
+        for one in container["env"]
+        if one["name"] != "KVLEASE_TLS_DIR"
+    }
+    assert addresses.keys() == {"KVLEASE_REGISTRY", "KVLEASE_ROUTER", "KVLEASE_ROUTING"}
+    for address in addresses.values():
+        port = int(address.partition(":")[2])
+        assert ({"matchLabels": services[address]}, port) in open_to_it
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {
+        mount["name"] for mount in container["volumeMounts"]
+    }

@@ -110,6 +110,65 @@ def test_what_asks_nobody_who_comes_is_not_on_the_network_of_clients() -> None:
     }
 
 
+def seconds(duration: str) -> int:
+    """A duration of a compose file."""
+    found = re.fullmatch(r"(\d+)s", duration)
+    assert found, duration
+    return int(found[1])
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "sim"])
+def test_each_image_of_ours_is_built_by_one_service_of_a_profile(profile: str) -> None:
+    """Several at once fail: each would give its image the same name, and the second finds it taken."""
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"].values()
+    chosen = [spec for spec in services if profile in spec.get("profiles", [profile])]
+    built = [spec["image"] for spec in chosen if "build" in spec]
+    assert sorted(built) == sorted({spec["image"] for spec in chosen if spec["image"].startswith("kvlease-")})
+
+
+def test_no_service_asks_for_more_processors_than_the_smallest_host_has(compose: dict[str, Any]) -> None:
+    limits = {
+        name: spec["deploy"]["resources"]["limits"].get("cpus") for name, spec in compose["services"].items()
+    }
+    assert {name: cpus for name, cpus in limits.items() if cpus is not None and float(cpus) > 1} == {}
+
+
+def test_a_router_may_end_its_turns_before_it_is_killed_and_gets_as_long_as_engines_to_be_healthy() -> None:
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"]
+    starts = {seconds(services[name]["healthcheck"]["start_period"]) for name in services if "cpu" in name}
+    for router in (services["router-1"], services["router-2"]):
+        assert seconds(router["stop_grace_period"]) > float(
+            router["environment"]["KVLEASE_ROUTER_STOP_GRACE_S"]
+        )
+        assert {seconds(router["healthcheck"]["start_period"])} == starts
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_the_token_for_models_comes_from_the_shell_and_from_no_file(profile: str) -> None:
+    services = read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"]
+    engines = [spec for spec in services.values() if spec.get("profiles") == [profile]]
+    assert [spec["environment"]["HF_TOKEN"] for spec in engines] == [None, None]
+    assert "HF_TOKEN" not in VARIABLES
+
+
+def test_every_folder_of_the_engines_home_that_the_image_makes_is_its_users() -> None:
+    """`install -d -o` gives its user the last folder of a path; vLLM makes others beside the model's cache."""
+    commands = re.sub(r"\\\n", "", (DEPLOY / "Dockerfile.engine").read_text())
+    given = [
+        Path(word)
+        for options in re.findall(r"install -d ((?:\S+ +)*-o kvlease [^&\n]*)", commands)
+        for word in options.split()
+        if word.startswith("/home/kvlease/")
+    ]
+    assert Path("/home/kvlease/.cache/vllm") in given
+    home = Path("/home/kvlease")
+    between = {parent for path in given for parent in path.parents if parent.is_relative_to(home)}
+    assert between - {home} <= set(given)
+    for name, spec in read_compose(DEPLOY / "compose.yaml", VARIABLES)["services"].items():
+        mounted = [Path(volume.split(":")[1]) for volume in spec.get("volumes", [])]
+        assert [path for path in mounted if path.is_relative_to(home) and path not in given] == [], name
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_linter_finds_nothing_in_a_dockerfile(name: str, tmp_path: Path) -> None:
     clean = hadolint(DEPLOY / name)
@@ -235,5 +294,12 @@ async def test_the_services_start_in_any_order_get_healthy_and_serve_the_three_t
     result = await run_check(target, "compose", lambda _: None, edited=False)
     assert result.ok, result.to_json()
     assert [turn.path for turn in result.turns] == ["recompute", "append", "readback"]
+    shown = re.findall(
+        r"^\s+docker compose .* exec router-1 (kvlease .*)$", (DEPLOY / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(shown) >= 3
+    for command in shown:
+        status, output = await fleet.output_of("router-1", command.split("  ")[0].split())
+        assert status == 0, f"{command}: {output}"
     ended = await fleet.stop()
     assert {name: status for name, status in ended.items() if status and name != "etcd"} == {}

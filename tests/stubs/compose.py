@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, STDOUT, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +63,13 @@ def read_compose(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
 def entrypoint_of(dockerfile: Path) -> list[str]:
     """The entry point of the image that a Dockerfile builds."""
     return json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile.read_text(), re.MULTILINE)[-1])
+
+
+def build_of(spec: Mapping[str, Any], services: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """How the image of a service is built: one service says so for all that run it."""
+    return next(
+        (one["build"] for one in services.values() if one["image"] == spec["image"] and "build" in one), None
+    )
 
 
 @dataclass
@@ -154,8 +161,8 @@ class LocalFleet:
         """The command line of a service, for this machine."""
         spec = service.spec
         entrypoint = spec.get("entrypoint")
-        if entrypoint is None and "build" in spec:
-            entrypoint = entrypoint_of(self.folder.parent / spec["build"]["dockerfile"])
+        if entrypoint is None and (build := build_of(spec, self.compose["services"])):
+            entrypoint = entrypoint_of(self.folder.parent / build["dockerfile"])
         return self._local(service, [*(entrypoint or []), *spec["command"]])
 
     def environment(self, service: LocalService) -> dict[str, str]:
@@ -165,6 +172,7 @@ class LocalFleet:
             if name.endswith("_PORT")
             else self._text(service, str(value))
             for name, value in service.spec.get("environment", {}).items()
+            if value is not None  # it would come from the shell
         }
         path = os.pathsep.join(
             (*sorted({str(program.parent) for program in self.programs.values()}), os.defpath)
@@ -213,6 +221,13 @@ class LocalFleet:
             if target != "/tmp":
                 mounts[target] = self.directory / f"{service.name}{target.replace('/', '-')}"
         return mounts
+
+    async def output_of(self, name: str, command: Sequence[str]) -> tuple[int, str]:
+        """Exit status and output of a command that is run beside a service, as `docker compose exec` does."""
+        service = self.services[name]
+        process = await self._spawn(service, self._local(service, command), PIPE)
+        output, _ = await process.communicate()
+        return process.returncode or 0, output.decode()
 
     async def _spawn(self, service: LocalService, command: Sequence[str], output: Any) -> Process:
         return await asyncio.create_subprocess_exec(
