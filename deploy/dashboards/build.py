@@ -145,7 +145,7 @@ FLEET = Dashboard(
         Panel(
             "Turns that did not end well",
             "percentunit",
-            "badly: an error or an engine that broke off; aborted: the client left.",
+            "badly: an error or an engine that broke off; refused: a fault of the request; aborted: the client left.",
             (
                 Query(f"{_BADLY} / {rate(m.TURNS)}", "share"),
                 Query(rate(m.TURNS, ("ended",)), "{{ended}} per second"),

@@ -40,7 +40,7 @@ VALUES = {
     "path": {path.value for path in TurnPath},
     "role": {role.value for role in EngineRole},
     "kind": {kind.value for kind in LeaseKind},
-    "ended": {"well", "badly", "aborted"},
+    "ended": {"well", "badly", "refused", "aborted"},
     "state": {
         *(state.value for state in LeaseState),
         *(state.value for state in EngineState),

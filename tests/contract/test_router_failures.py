@@ -13,7 +13,9 @@ from stubs.waiting import eventually
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("leg", "status"), [("prefill", 422), ("decode", 422), ("decode", 429)])
+@pytest.mark.parametrize(
+    ("leg", "status"), [("prefill", 422), ("decode", 401), ("decode", 422), ("decode", 429)]
+)
 async def test_an_engines_refusal_keeps_status_body_and_retry_after(
     stack: Stack, prefill: StubEngine, decode: StubEngine, leg: str, status: int, *, stream: bool
 ) -> None:
@@ -26,6 +28,7 @@ async def test_an_engines_refusal_keeps_status_body_and_retry_after(
     assert answer.raw == b'{"error":{"message":"busy"}}'
     assert len(decode.received) == (0 if leg == "prefill" else 1)
     assert stack.registry.confirmed == []
+    assert (await stack.turns("c"))[0]["ended"] == ("refused" if status == 422 else "badly")
     if leg == "decode":
         keep = orders(prefill.received[0]).keep
         assert keep is not None

@@ -118,6 +118,7 @@ async def test_a_stream_in_which_an_engine_refuses_the_request_is_the_clients_an
     answers = [await stack.chat(FIRST, conversation_id="c", stream=True) for _ in range(2)]
     assert all(b"no such grammar" in answer.raw for answer in answers)
     assert (len(decode.received), len(other.received)) == (2, 0)
+    assert [turn["ended"] for turn in await stack.turns("c")] == ["refused", "refused"]
 
 
 async def test_what_a_prefill_engine_computed_is_read_by_the_engine_that_is_less_busy(

@@ -49,7 +49,8 @@ class TurnRecord:
         outcome: what the reader says of its READ; empty without one.
         prefill_s: how long the router waited for the prefill leg that it used, 0 without one.
         read_s: of those, what the prefill engine's READ took.
-        ended: `well`, `badly` or `aborted`; empty while the turn runs.
+        ended: `well`, `badly`, `refused` (an engine found fault with the request) or `aborted`; empty while the turn
+            runs.
         nonce: the prompt began with what changes in every request.
         decode_anew_id: the decode engine that was chosen in place of the planned one when the prompt was computed;
             empty when that stayed.

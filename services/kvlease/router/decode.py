@@ -31,6 +31,7 @@ from kvlease.router.turn import (
     TurnServices,
     broken,
     can_differ,
+    end_of,
     may_go_on,
     refused,
     route_headers,
@@ -294,7 +295,7 @@ class DecodeLeg:
                 break
         if not cleaner.done and not reader.finished_well:
             raise LegError("the stream ended early", sent=True)
-        turn.record.ended = turn.record.ended or "badly"
+        turn.record.ended = turn.record.ended or end_of(cleaner.error_status)
         await turn.client.end()
         await _drain(chunks)
 

@@ -44,6 +44,7 @@ REQUEST_TIMEOUT = 408
 BUSY = frozenset({REQUEST_TIMEOUT, 429})
 """Statuses of an engine that has no time or no room for a request, which another one may have."""
 
+CREDENTIALS = frozenset({401, 403})
 JSON_HEADERS = {"Content-Type": "application/json"}
 BROKEN_CODES = {503: "router_stops", 504: "turn_timeout"}
 
@@ -194,6 +195,14 @@ def can_differ(status: int) -> bool:
     return status >= 500 or status in NOT_SERVED or status in BUSY
 
 
+def end_of(status: int) -> str:
+    """How a turn ended that an engine answered so: 4xx is the fault of its request, unless the engine is busy.
+
+    The credentials that an engine refuses may be the router's own.
+    """
+    return "refused" if 400 <= status < 500 and status not in BUSY | CREDENTIALS else "badly"
+
+
 def may_go_on(status: int) -> bool:
     """Whether an engine may still work on a request that was answered so, and read for it.
 
@@ -237,7 +246,7 @@ async def overloaded(client: ClientPort, head: RequestHead, refusal: Overloaded)
 
 async def refused(turn: Turn, refusal: Refusal) -> None:
     """Passes on what an engine says of a request that it does not serve."""
-    turn.record.ended = "badly"
+    turn.record.ended = end_of(refusal.status)
     body = refusal_body(refusal.status, refusal.body, turn.request.api)
     headers = {**refusal.headers, **(JSON_HEADERS if body is not refusal.body else {}), **route_headers(turn)}
     await turn.client.answer(refusal.status, headers, body)

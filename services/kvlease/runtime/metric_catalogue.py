@@ -147,7 +147,10 @@ HTTP_REQUESTS = _counter(
     "router",
 )
 TURNS = _counter(
-    "kvlease_turns", "Turns that are over, by path, reason and end", ("path", "reason", "ended"), "router"
+    "kvlease_turns",
+    "Turns that are over, by path, reason and end: well, badly, refused (the fault of the request), aborted",
+    ("path", "reason", "ended"),
+    "router",
 )
 TTFT_SECONDS = _histogram(
     "kvlease_ttft_seconds",
