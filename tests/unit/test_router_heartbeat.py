@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvlease.core.errors import HolderUnreachable
+from kvlease.core.errors import HolderUnreachable, KvleaseError
 from kvlease.core.lease import MissReason
 from kvlease.core.renewal import Beat, Belief, RenewalPolicy, RenewalTable
 from kvlease.router import heartbeat as heartbeat_module
@@ -96,7 +96,7 @@ class BreakingRenewals(StubRenewals):
 
 @pytest.mark.parametrize("fault", [HolderUnreachable("broken"), RuntimeError("a bug")])
 async def test_a_broken_stream_is_opened_again_with_a_complete_beat(
-    table: RenewalTable, monkeypatch: pytest.MonkeyPatch, fault: Exception
+    table: RenewalTable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
     monkeypatch.setattr(heartbeat_module, "RECONNECT_S", 0.0)
     registry = BreakingRegistry(fault)
@@ -106,6 +106,8 @@ async def test_a_broken_stream_is_opened_again_with_a_complete_beat(
     first, second = registry.beats[:2]
     assert (second.full, second.epoch) == (True, first.epoch + 1)
     assert registry.confirmed[:2] == [7, 7]
+    told = {getattr(record, "reason", None) for record in caplog.records}
+    assert told == ({"the registry does not answer: broken"} if isinstance(fault, KvleaseError) else {None})
 
 
 class SilentRegistry(StubRegistry):

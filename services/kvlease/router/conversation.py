@@ -42,6 +42,7 @@ class TurnRecord:
     """One turn as the router planned and saw it.
 
     Attributes:
+        completion_tokens: as the decode engine counts them at the end; 0 of a turn that did not get there.
         reused_tokens: tokens of the prompt whose KV was not computed again.
         read_tokens: those among them that were READ from the lease.
         local_tokens: those among them that the prefill engine's own cache held.

@@ -8,6 +8,7 @@ from kvlease.core.clock import Clock
 from kvlease.core.errors import HolderUnreachable, KvleaseError
 from kvlease.core.renewal import RenewalTable
 from kvlease.router.ports import RegistryPort, RenewalStream
+from kvlease.router.watch import why_broken
 
 RETRY_S = 0.2
 BEATS_APART_S = 0.05
@@ -46,7 +47,7 @@ class Heartbeat:
                     await self._converse(stream)
             except KvleaseError as error:
                 if not self._broken:
-                    log.warning("heartbeat stream broke", extra={"error": type(error).__name__})
+                    log.warning("heartbeat stream broke", extra={"reason": why_broken(error)})
                 self._broken = True
             except Exception:
                 # Without this task every lease of the router would expire in silence.

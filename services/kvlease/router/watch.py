@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
-from kvlease.core.errors import KvleaseError
+from kvlease.core.errors import HolderUnreachable, KvleaseError
 from kvlease.core.records import Engine, LeaseRecord
 from kvlease.store.port import Batch
 
@@ -14,6 +14,11 @@ RECONNECT_S = 0.5
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item", Engine, LeaseRecord)
+
+
+def why_broken(error: KvleaseError) -> str:
+    """What the log says of a stream of a registry's: of one that is away, all that is known is how it was asked."""
+    return f"the registry does not answer: {error}" if isinstance(error, HolderUnreachable) else str(error)
 
 
 async def follow(
@@ -31,6 +36,6 @@ async def follow(
                     apply(batch)
         except KvleaseError as error:
             if not told:
-                log.warning("watch broke", extra={"watch": name, "error": type(error).__name__})
+                log.warning("watch broke", extra={"watch": name, "reason": why_broken(error)})
             told = True
         await asyncio.sleep(RECONNECT_S)
