@@ -1,6 +1,7 @@
 """`kvlease dev --check`: passes on the product, and fails on a product with a fault planted."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,13 @@ def check(*flags: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, document
 
 
+def remove_logs(document: dict[str, Any]) -> None:
+    """A check that fails keeps the engines' logs and names them."""
+    logs = Path(document["logs"])
+    assert {file.name for file in logs.iterdir()} == {"prefill-0.log", "decode-1.log"}
+    shutil.rmtree(logs)
+
+
 def planted(fault: str) -> tuple[str, ...]:
     """Flags that load a connector with a fault."""
     return (
@@ -61,6 +69,7 @@ def test_the_check_passes_and_tells_all_that_is_documented() -> None:
 def test_the_check_fails_on_a_connector_that_does_not_verify() -> None:
     status, document = check(*planted("unverified"))
     assert (status, document["ok"]) == (1, False)
+    remove_logs(document)
     *honest, edited = document["turns"]
     assert [turn["problem"] for turn in honest] == ["", "", ""]
     assert not edited["equals_cold"]
@@ -70,6 +79,7 @@ def test_the_check_fails_on_a_connector_that_does_not_verify() -> None:
 def test_the_check_fails_when_a_retained_digest_is_wrong() -> None:
     status, document = check(*planted("wrong_digest"))
     assert (status, document["ok"]) == (1, False)
+    remove_logs(document)
     turns = document["turns"]
     assert all(turn["equals_cold"] for turn in turns)
     short = turns[2]

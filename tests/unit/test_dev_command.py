@@ -17,6 +17,7 @@ from kvlease import cli
 from kvlease.dev import main as dev
 from kvlease.dev import stack as dev_stack
 from kvlease.dev.completion import TURN_TIMEOUT_S
+from kvlease.dev.engine_env import EngineEnvironmentError
 from kvlease.dev.engine_process import EngineProcessError
 from kvlease.dev.refusal import why_taken
 from kvlease.dev.stack import EngineSeat
@@ -97,13 +98,29 @@ def test_a_check_that_fails_says_so_in_json_and_keeps_the_engines_logs(
         "EngineProcessError",
         "the engine ended",
     )
-    logs = Path(document["error"]["logs"])
+    logs = Path(document["logs"])
     try:
         assert {file.name for file in logs.iterdir()} == {"prefill-0.log", "decode-1.log"}
         assert f"engines are still starting; their logs are in {logs}" in told
         assert f"kvlease dev: the engines' logs are kept in {logs}" in printed.err
     finally:
         shutil.rmtree(logs)
+
+
+def test_a_check_without_vllm_says_so_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(_: object) -> Path:
+        raise EngineEnvironmentError("no network")
+
+    monkeypatch.setattr(dev, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(dev, "ensure_engine_environment", absent)
+    assert cli.main(["dev", "--check", "--output", "json"]) == 1
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert error["kind"] == "EngineEnvironmentError"
+    assert "no network" in error["message"]
+    assert "kvlease dev --engine sim" in printed.err
 
 
 def test_an_interrupted_start_leaves_nothing(

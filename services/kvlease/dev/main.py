@@ -133,8 +133,7 @@ def run(arguments: Namespace) -> int:
     try:
         make_engine = _engine_maker(arguments, progress)
     except EngineEnvironmentError as error:
-        print("The simulated engine needs none of it: kvlease dev --engine sim", file=sys.stderr)
-        return _fail(arguments, "engine_environment", f"real vLLM cannot be installed here: {error}")
+        return _fail(arguments, error)
     return uvloop.run(_run(arguments, make_engine, progress, port))
 
 
@@ -156,7 +155,7 @@ async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress
         if keeps_logs:
             progress(f"the engines' logs are kept in {logs}")
         if arguments.check:
-            _print_result(result, arguments.output)
+            _print_result(result, arguments.output, logs)
         else:
             print(turn_table(result.turns), flush=True)
             _print_invitation(stack, conversation_id)
@@ -164,7 +163,7 @@ async def _run(arguments: Namespace, make_engine: MakeEngine, progress: Progress
         return 0 if result.ok else 1
     except FAILURES as error:
         keeps_logs = _holds_files(logs)
-        return _fail(arguments, type(error).__name__, str(error), logs if keeps_logs else None)
+        return _fail(arguments, error, logs if keeps_logs else None)
     finally:
         progress("stopping everything")
         await stack.stop()
@@ -272,29 +271,29 @@ def simulated_engine(seat: EngineSeat, otlp_endpoint: str = "") -> Engine:
     )
 
 
-def _fail(arguments: Namespace, kind: str, message: str, logs: Path | None = None) -> int:
+def _fail(arguments: Namespace, error: Exception, logs: Path | None = None) -> int:
     """Says why there is no result, for a person and, where a check's result is asked for in JSON, there, too."""
-    told: dict[str, str] = {"kind": kind, "message": message}
+    told = {"kind": type(error).__name__, "message": str(error)}
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > BUSY_LOAD_PER_CORE * cores:
         told["hint"] = (
             f"the load of this machine is {load:.0f} on {cores} cores: engines may be too slow on it"
         )
-    if logs is not None:
-        told["logs"] = str(logs)
-    print(f"kvlease dev: {kind}: {message}", file=sys.stderr)
-    for line in (told.get("hint"), f"the engines' logs are kept in {logs}" if logs else None):
+    kept = {"logs": str(logs)} if logs is not None else {}
+    print(f"kvlease dev: {told['kind']}: {error}", file=sys.stderr)
+    for line in (told.get("hint"), f"the engines' logs are kept in {logs}" if kept else None):
         if line:
             print(f"kvlease dev: {line}", file=sys.stderr)
     if arguments.check and arguments.output == "json":
-        print(json.dumps({"ok": False, "turns": [], "error": told}, indent=2), flush=True)
+        document = {**CheckResult([]).to_json(), "error": told, **kept}
+        print(json.dumps(document, indent=2), flush=True)
     return 1
 
 
-def _print_result(result: CheckResult, output: str) -> None:
-    print(
-        json.dumps(result.to_json(), indent=2) if output == "json" else turn_table(result.turns), flush=True
-    )
+def _print_result(result: CheckResult, output: str, logs: Path) -> None:
+    """Prints the turns; where one of them has a problem JSON also names where the engines' logs are kept."""
+    document = result.to_json() | ({} if result.ok else {"logs": str(logs)})
+    print(json.dumps(document, indent=2) if output == "json" else turn_table(result.turns), flush=True)
 
 
 def _print_invitation(stack: Stack, conversation_id: str) -> None:
