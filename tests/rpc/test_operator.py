@@ -7,7 +7,6 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -615,8 +614,6 @@ async def started(*arguments: str) -> asyncio.subprocess.Process:
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # A shell starts what runs in its background with interrupts ignored, and children inherit that.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -630,7 +627,12 @@ async def test_the_exit_status_of_the_process_is_the_commands_and_no_traceback_i
 
 
 async def test_top_ends_on_an_interrupt_without_a_traceback(fleet: Fleet, pair: Pair) -> None:
-    process = await started("top", "--registry", address(fleet), "--output", "json", "--interval-s", "60")
+    # A shell starts what runs in its background with interrupts ignored. Children inherit that, and no handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = await started("top", "--registry", address(fleet), "--output", "json", "--interval-s", "60")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     async with asyncio.timeout(60):
         first = await process.stdout.readline()
