@@ -1,14 +1,23 @@
-"""Histories that do not simply go on: only the true common prefix is reused, and nothing is poisoned."""
+"""Histories that do not simply go on, and several choices: only the true common prefix is reused."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.engine.pair import Message, Pair, eventually, reusable_tokens
+from tests.engine.pair import (
+    Message,
+    Pair,
+    choices_of,
+    eventually,
+    request_body,
+    reusable_tokens,
+    whole_blocks,
+)
 
 from kvlease.core.records import EngineRole
 from kvlease.dev.check import EDITED, FIRST, SECOND, SYSTEM, THIRD
 from kvlease.dev.completion import Completion
+from kvlease.dev.engine_process import BLOCK_TOKENS
 from kvlease.dev.tiny_model import THINK_START, token_id
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -150,3 +159,47 @@ async def held_lease(pair: Pair) -> dict[str, Any]:
     await eventually(is_held, "the victim's lease is held")
     lease: dict[str, Any] = (await pair.conversation("shared-id", VICTIM))["lease"]
     return lease
+
+
+async def test_two_choices_are_both_right_and_leave_one_lease(pair: Pair) -> None:
+    for role in EngineRole:
+        await pair.reset_cache(role)
+    await pair.settles()
+    history: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": FIRST + " choices"},
+    ]
+    for text, path in ((SECOND, "recompute"), (THIRD, "append"), ("", "readback")):
+        prompt = await pair.tokens(history)
+        choices = await two_choices(pair, history, path)
+        lease_blocks = whole_blocks(len(prompt) + len(choices[0].token_ids) - 1) // BLOCK_TOKENS
+
+        async def one_lease_is_left(blocks: int = lease_blocks) -> bool:
+            gauges = await pair.gauges(EngineRole.DECODE)
+            return bool(gauges.held_blocks == blocks and not gauges.reading_blocks)
+
+        await eventually(one_lease_is_left, "the engine holds the blocks of one lease")
+        history = [
+            *history,
+            {"role": "assistant", "content": choices[0].text},
+            {"role": "user", "content": text},
+        ]
+        await pair.reset_cache(EngineRole.PREFILL)
+    await pair.release("choices")
+    await pair.settles()
+
+
+async def two_choices(pair: Pair, history: list[Message], path: str) -> list[Completion]:
+    """Two sampled replies of one turn; both equal their cold runs."""
+    body = request_body(history, n=2, temperature=1.0, seed=11, stream=False)
+    answer, headers = await pair.post(
+        f"{pair.stack.router_url}/v1/chat/completions", {**body, "conversation_id": "choices"}
+    )
+    assert headers["X-Kvlease-Route"].split(";")[0] == path
+    cold, _ = await pair.post(
+        f"{pair.url(EngineRole.DECODE)}/v1/chat/completions", {**body, "cache_salt": path}
+    )
+    choices, expected = choices_of(answer), choices_of(cold)
+    assert choices[0].text != choices[1].text
+    assert [one.equals(other) for one, other in zip(choices, expected, strict=True)] == [True, True]
+    return choices

@@ -1,4 +1,4 @@
-"""Lengths at the edges of blocks, several choices, and every way to end: reuse is exact, and nothing leaks.
+"""Lengths at the edges of blocks, and every way to end: reuse is exact, and nothing leaks.
 
 Engines compute long prompts in chunks of `CHUNK_TOKENS`.
 """
@@ -13,12 +13,9 @@ from tests.engine.pair import (
     Message,
     Pair,
     PairPlan,
-    choices_of,
     eventually,
-    request_body,
     reusable_tokens,
     text_body,
-    whole_blocks,
 )
 
 from kvlease.core.records import EngineRole
@@ -148,50 +145,6 @@ async def test_a_suffix_of_no_or_one_token_is_right_on_every_path(pair: Pair, su
     reusable = 0 if path == "recompute" else reusable_tokens(kept, token_ids(text))
     assert second.reused_tokens == reusable
     assert second.reply.equals(await pair.text_cold(text))
-
-
-async def test_two_choices_are_both_right_and_leave_one_lease(pair: Pair) -> None:
-    for role in EngineRole:
-        await pair.reset_cache(role)
-    await pair.settles()
-    history: list[Message] = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": FIRST + " choices"},
-    ]
-    for text, path in ((SECOND, "recompute"), (THIRD, "append"), ("", "readback")):
-        prompt = await pair.tokens(history)
-        choices = await two_choices(pair, history, path)
-        lease_blocks = whole_blocks(len(prompt) + len(choices[0].token_ids) - 1) // BLOCK_TOKENS
-
-        async def one_lease_is_left(blocks: int = lease_blocks) -> bool:
-            gauges = await pair.gauges(EngineRole.DECODE)
-            return bool(gauges.held_blocks == blocks and not gauges.reading_blocks)
-
-        await eventually(one_lease_is_left, "the engine holds the blocks of one lease")
-        history = [
-            *history,
-            {"role": "assistant", "content": choices[0].text},
-            {"role": "user", "content": text},
-        ]
-        await pair.reset_cache(EngineRole.PREFILL)
-    await pair.release("choices")
-    await pair.settles()
-
-
-async def two_choices(pair: Pair, history: list[Message], path: str) -> list[Completion]:
-    """Two sampled replies of one turn; both equal their cold runs."""
-    body = request_body(history, n=2, temperature=1.0, seed=11, stream=False)
-    answer, headers = await pair.post(
-        f"{pair.stack.router_url}/v1/chat/completions", {**body, "conversation_id": "choices"}
-    )
-    assert headers["X-Kvlease-Route"].split(";")[0] == path
-    cold, _ = await pair.post(
-        f"{pair.url(EngineRole.DECODE)}/v1/chat/completions", {**body, "cache_salt": path}
-    )
-    choices, expected = choices_of(answer), choices_of(cold)
-    assert choices[0].text != choices[1].text
-    assert [one.equals(other) for one, other in zip(choices, expected, strict=True)] == [True, True]
-    return choices
 
 
 @pytest.mark.parametrize("ending", ["length", "stop_token", "stop_string"])
