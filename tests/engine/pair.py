@@ -86,12 +86,13 @@ class Pair:
     def make_stack(plan: PairPlan) -> Stack:
         """A stack of one prefill and one decode engine, not started.
 
-        `KVLEASE_TEST_DEVICE=cuda` puts them on two GPUs, with the vLLM of this interpreter and
-        `KVLEASE_TEST_ENGINE_ARGUMENTS`.
+        `KVLEASE_TEST_DEVICE=cuda` puts them on the GPUs that `KVLEASE_TEST_GPUS` names (default: `0,1`), with the vLLM
+        of this interpreter and `KVLEASE_TEST_ENGINE_ARGUMENTS`.
         """
         device = Device(os.environ.get("KVLEASE_TEST_DEVICE", Device.CPU.value))
         python = Path(sys.executable) if device is Device.CUDA else ensure_engine_environment()
         device_arguments = shlex.split(os.environ.get("KVLEASE_TEST_ENGINE_ARGUMENTS", ""))
+        gpus = [int(gpu) for gpu in os.environ.get("KVLEASE_TEST_GPUS", "0,1").split(",")]
         model = plan.model or ensure_tiny_model()
 
         def make(seat: EngineSeat) -> EngineProcess:
@@ -105,7 +106,7 @@ class Pair:
                     side_channel_port=seat.side_channel_port,
                     socket_dir=seat.socket_dir,
                     device=device,
-                    gpu=seat.number,
+                    gpu=gpus[seat.number],
                     served_model_name=MODEL,
                     kvlease_config={"pin_wait_s": PIN_WAIT_S, **plan.kvlease_config},
                     connector_module=plan.connector_module,
