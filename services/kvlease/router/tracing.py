@@ -136,7 +136,7 @@ class TurnTracing:
                 }
             )
         )
-        if record.ended == "badly":
+        if record.ended in ("badly", "refused"):
             _fail(span, "turn")
 
     def engines(self, inner: EnginePort, leg: str) -> EnginePort:
