@@ -19,6 +19,7 @@ DECODE_BLOCKS = 90
 PREFILL_BLOCKS = 100
 RETAINED = 8
 PREEMPTIONS = "vllm:num_preemptions_total"
+PREEMPTIONS_TRIED_MAX = 5
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +109,25 @@ async def test_a_silent_sidecar_delays_no_request_that_needs_retained_blocks(pai
 
 async def test_a_preempted_request_that_read_its_prefix_finishes_and_is_right(pair: Pair) -> None:
     await pair.reset_cache(DECODE)
+    for attempt in range(PREEMPTIONS_TRIED_MAX):
+        if await is_preempted_and_right(pair, f"preempted {attempt}"):
+            break
+    else:
+        raise AssertionError(f"none of {PREEMPTIONS_TRIED_MAX} requests that READ was preempted")
+    await pair.settles(PREFILL)
+
+
+async def is_preempted_and_right(pair: Pair, name: str) -> bool:
+    """Whether a request was preempted beside one that READ its prefix; the latter is right in any case."""
     messages: list[Message] = [{"role": "user", "content": text(40)}]
-    turn = await pair.turn(messages, "preempted")
+    turn = await pair.turn(messages, name)
     question = {"role": "user", "content": text(2)}
     again = [*messages, {"role": "assistant", "content": turn.reply.text}, question]
     await pair.reset_cache(PREFILL)
     before = (await pair.gauges(PREFILL)).counters
     preemptions = await pair.metric(PREFILL, PREEMPTIONS)
-    async with pinned(pair, turn, "preempted's pin") as order:
-        # Together they need more blocks than there are, whenever the later one begins while both still fit.
+    async with pinned(pair, turn, f"pin of {name}") as order:
+        # Together they need more blocks than there are, unless the pin takes so long that both no longer fit.
         other = asyncio.create_task(run(pair, PREFILL, 20, 1400))
 
         async def other_runs() -> bool:
@@ -127,6 +138,5 @@ async def test_a_preempted_request_that_read_its_prefix_finishes_and_is_right(pa
         await other
     counters = (await pair.gauges(PREFILL)).counters
     assert counters["outcome_read"] == before["outcome_read"] + 1
-    assert await pair.metric(PREFILL, PREEMPTIONS) > preemptions
     assert reply.equals(await pair.cold(again, max_tokens=600))
-    await pair.settles(PREFILL)
+    return await pair.metric(PREFILL, PREEMPTIONS) > preemptions
