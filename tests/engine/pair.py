@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import grpc.aio
+import pytest
 
 from kvlease.core.conversation import tenant_digest
 from kvlease.core.ids import lease_id_from_hex
@@ -34,6 +35,12 @@ PIN_WAIT_S = 15.0
 """Two engines that spin on two cores leave little to the sidecars: no pin is given up that would be answered."""
 REPOSITORY = Path(__file__).parents[2]
 Message = dict[str, Any]
+
+
+def needs_gpus(reason: str) -> pytest.MarkDecorator:
+    """Leaves a module out where engines compute on CPUs."""
+    on_gpus = os.environ.get("KVLEASE_TEST_DEVICE") == Device.CUDA.value
+    return pytest.mark.skipif(not on_gpus, reason=f"needs GPUs: {reason}")
 
 
 @dataclass(frozen=True)

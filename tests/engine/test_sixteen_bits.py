@@ -4,11 +4,9 @@ Latent attention (MLA) is what the models of DeepSeek and GLM have. In 16 bits l
 is compared is the first token.
 """
 
-import os
-
 import pytest
 from tests.engine.mla_model import POSITIONS_MAX, write_mla_model
-from tests.engine.pair import Message, Pair, PairPlan, common_tokens
+from tests.engine.pair import Message, Pair, PairPlan, common_tokens, needs_gpus
 
 from kvlease.core.records import EngineRole
 from kvlease.dev.check import EDITED, FIRST, SYSTEM, THIRD
@@ -17,10 +15,7 @@ from kvlease.dev.completion import Completion
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("KVLEASE_TEST_DEVICE") != "cuda",
-        reason="needs GPUs: with MLA the CPU build's own prefill and decode differ by up to 0.4 in a logprob",
-    ),
+    needs_gpus("with MLA the CPU build's own prefill and decode differ by up to 0.4 in a logprob"),
 ]
 
 BLOCK = 64

@@ -1,9 +1,7 @@
 """Engines that may sleep: NIXL would go on reading the memory that a sleep takes away, so nothing is kept or READ."""
 
-import os
-
 import pytest
-from tests.engine.pair import Message, Pair, PairPlan
+from tests.engine.pair import Message, Pair, PairPlan, needs_gpus
 
 from kvlease.core.records import EngineRole
 from kvlease.dev.check import FIRST, SYSTEM, THIRD
@@ -11,10 +9,7 @@ from kvlease.dev.check import FIRST, SYSTEM, THIRD
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("KVLEASE_TEST_DEVICE") != "cuda",
-        reason="needs GPUs: vLLM's CPU build cannot sleep",
-    ),
+    needs_gpus("vLLM's CPU build cannot sleep"),
 ]
 
 
