@@ -1,14 +1,18 @@
 """One registry and two sidecars on loopback, over one memory store; connectors use unix sockets."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
 
+from kvlease.cli import COMMANDS, parser_of
 from kvlease.core.attachment import EngineFacts
 from kvlease.core.digests import ChainRoot, chain
 from kvlease.core.holding import Grant, PinAsk
@@ -16,6 +20,8 @@ from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind
 from kvlease.core.records import EngineRole, KvLayout, KvLocation
 from kvlease.dev.engine_process import free_ports
+from kvlease.operator import command as operator_command
+from kvlease.operator.command import parser_kind
 from kvlease.registry.config import RegistryConfig
 from kvlease.registry.server import RegistryServer
 from kvlease.runtime.clock import LoopClock
@@ -142,3 +148,63 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         fleet = Fleet(tmp_path_factory.mktemp("f"), stack)
         await fleet.start()
         yield fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Awaitable[Said]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this loop, where the servers are."""
+    for variable in ("KVLEASE_REGISTRY", "KVLEASE_ROUTER", "KVLEASE_SIDECAR", "KVLEASE_ROUTING"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(operator_command.asyncio, "run", lambda work: work)
+
+    async def run_command(name: str, *arguments: str) -> Said:
+        module = import_module(COMMANDS[name][0])
+        status = await module.run(parser_of(name, parser_kind(arguments)).parse_args(arguments))
+        printed = capsys.readouterr()
+        return Said(status, printed.out, printed.err)
+
+    return run_command
+
+
+def facts(engine_id: str, **changes: Any) -> EngineFacts:
+    settings: dict[str, Any] = {
+        "holder": Holder(engine_id, "boot-" + engine_id, 1),
+        "model": "tiny",
+        "layout": KvLayout(32, "float32", 1, 1, 4096, "layout"),
+        "location": KvLocation("127.0.0.1", 1),
+        "vllm_version": "0.32.0",
+        "total_blocks": 90,
+    }
+    return EngineFacts(**{**settings, **changes})
+
+
+def address(fleet: Fleet) -> str:
+    assert fleet.registry_server is not None
+    return fleet.registry_server.address
+
+
+@dataclass
+class Pair:
+    prefill: FakeConnector
+    decode: FakeConnector
+
+
+@pytest.fixture
+async def pair(fleet: Fleet) -> Pair:
+    prefill = await fleet.connector(await fleet.sidecar(EngineRole.PREFILL), facts("prefill-1"))
+    decode = await fleet.connector(await fleet.sidecar(EngineRole.DECODE), facts("decode-1"))
+    return Pair(prefill, decode)
