@@ -276,6 +276,20 @@ def test_a_lease_that_another_router_superseded_gives_way_to_its_record(world: W
     assert world.table.open(request(NEXT, "c")).supersedes == 9
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_the_record_of_a_lease_that_was_superseded_here_leads_nobody_to_it(world: World, late: bool) -> None:
+    first = first_turn(world)
+    assert first.transcript is not None
+    record = lease_record(7, conversation_key(TENANT, "c"), first.transcript.keys)
+    if not late:
+        world.table.apply(Batch((Change(record),)))
+    world.finish(world.table.open(request(NEXT, "c")), 8)
+    if late:
+        world.table.apply(Batch((Change(record),)))
+    assert world.signal(world.table.open(request(NEXT))) is PlanReason.FIRST_TURN
+    assert (7, "d") in world.table.release_tenant(TENANT)
+
+
 def test_the_least_recent_conversation_is_forgotten_at_the_bound(world: World) -> None:
     for name in ("a", "b", "c", "a", "d"):
         world.table.close(world.table.open(request([USER], name)))

@@ -7,6 +7,7 @@ from kvlease.core.conversation import ConversationIndex, Leaf, Reply, Transcript
 from kvlease.core.ids import Holder
 from kvlease.core.lease import MissReason
 from kvlease.core.pauses import PauseModel, TurnEnd
+from kvlease.core.recent import Recent
 from kvlease.core.records import LeaseRecord
 from kvlease.core.renewal import Belief, RenewalTable
 from kvlease.core.signals import REASON_OF_MISS, LeaseSignal, PlanReason
@@ -26,6 +27,9 @@ from kvlease.store.port import Batch
 
 LEAVES_MAX = 16
 """Leaves under one id that a client gave: sub-agents at work beside their parent, branches, best of several."""
+
+SUPERSEDED_MAX = 10_000
+"""Leases that gave way to others here and are not found by their records, at least: those trail by seconds."""
 
 
 class ConversationTable:
@@ -51,6 +55,7 @@ class ConversationTable:
         self._records: dict[int, LeaseRecord] = {}
         self._record_of_key: dict[bytes, int] = {}
         self._record_of_leaf: dict[int, int] = {}
+        self._superseded = Recent[int, bool](SUPERSEDED_MAX)
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -126,6 +131,8 @@ class ConversationTable:
         if previous is None:
             return None
         self._renewals.drop(previous.lease_id)
+        self._superseded.put(previous.lease_id, True)
+        self._lead_away(previous.lease_id)
         superseded = previous.lease_id == turn.supersedes and previous.holder.engine_id == holder.engine_id
         return None if superseded else previous
 
@@ -203,7 +210,7 @@ class ConversationTable:
         """Takes what the watch tells of leases.
 
         A record that is absent from a snapshot proves nothing, since records trail their leases; one that is
-        said to be gone has ended.
+        said to be gone has ended, and one of a lease that gave way to another here is about to go.
         """
         if batch.snapshot:
             self._records.clear()
@@ -213,9 +220,10 @@ class ConversationTable:
             record = change.item
             if change.gone:
                 self._forget_record(record)
-            else:
-                self._renewals.revive(self._clock.now_s(), record.lease_id)
-                self._records[record.lease_id] = record
+                continue
+            self._renewals.revive(self._clock.now_s(), record.lease_id)
+            self._records[record.lease_id] = record
+            if not self._superseded.get(record.lease_id):
                 self._record_of_key[record.conversation_key] = record.lease_id
                 if record.chain_keys:
                     self._record_of_leaf[record.chain_keys[-1]] = record.lease_id
@@ -224,12 +232,17 @@ class ConversationTable:
         if self._renewals.belief(self._clock.now_s(), gone.lease_id) in (Belief.HELD, Belief.PENDING):
             # A lease whose end was understood before keeps its reason: the record follows.
             self._renewals.lose(gone.lease_id, MissReason.UNKNOWN)
-        record = self._records.pop(gone.lease_id, None)
+        self._lead_away(gone.lease_id)
+        self._records.pop(gone.lease_id, None)
+
+    def _lead_away(self, lease_id: int) -> None:
+        """No request is led to a lease by its record any more."""
+        record = self._records.get(lease_id)
         if record is None:
             return
-        if self._record_of_key.get(record.conversation_key) == record.lease_id:
+        if self._record_of_key.get(record.conversation_key) == lease_id:
             del self._record_of_key[record.conversation_key]
-        if record.chain_keys and self._record_of_leaf.get(record.chain_keys[-1]) == record.lease_id:
+        if record.chain_keys and self._record_of_leaf.get(record.chain_keys[-1]) == lease_id:
             del self._record_of_leaf[record.chain_keys[-1]]
 
     def _has_live_lease(self, conversation: Conversation) -> bool:
