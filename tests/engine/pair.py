@@ -33,6 +33,10 @@ MODEL = "tiny-qwen3"
 AWAIT_S = 120.0
 PIN_WAIT_S = 15.0
 """Two engines that spin on two cores leave little to the sidecars: no pin is given up that would be answered."""
+READ_PART_S = 45.0
+"""Of it 0.4 is above `PIN_WAIT_S`: an answer that was waited for is never too old to be used."""
+PROVISIONAL_S = 20.0
+"""For the same reason no turn is given up that its router is about to confirm."""
 REPOSITORY = Path(__file__).parents[2]
 Message = dict[str, Any]
 
@@ -55,7 +59,9 @@ class PairPlan:
     arguments: Mapping[EngineRole, tuple[str, ...]] = field(default_factory=dict[EngineRole, tuple[str, ...]])
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     connector_module: str = "kvlease_vllm.connector"
-    router: RouterConfig = field(default_factory=partial(RouterConfig, rate_samples_min=0))
+    router: RouterConfig = field(
+        default_factory=partial(RouterConfig, rate_samples_min=0, provisional_s=PROVISIONAL_S)
+    )
     stack: type[Stack] = Stack
     otlp_endpoint: str = ""
     model: Path | None = None
@@ -115,7 +121,11 @@ class Pair:
                     device=device,
                     gpu=gpus[seat.number],
                     served_model_name=MODEL,
-                    kvlease_config={"pin_wait_s": PIN_WAIT_S, **plan.kvlease_config},
+                    kvlease_config={
+                        "pin_wait_s": PIN_WAIT_S,
+                        "read_part_s": READ_PART_S,
+                        **plan.kvlease_config,
+                    },
                     connector_module=plan.connector_module,
                     connector_path=REPOSITORY,
                     otlp_endpoint=plan.otlp_endpoint,
@@ -202,7 +212,17 @@ class Pair:
                 engine_id=lease["engine_id"],
                 tenant=tenant_digest("anonymous"),
             )
-            await stub.ReleaseLease(request, timeout=30)
+
+            async def is_released() -> bool:
+                try:
+                    await stub.ReleaseLease(request, timeout=30)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                    return False  # the holder was too busy to answer
+                return True
+
+            await eventually(is_released, f"the lease of {conversation_id} is released")
 
     async def turns_counted(self, path: str, reason: str) -> int:
         """Turns that ended well by this path, as the router's metrics count them."""
@@ -241,6 +261,12 @@ class Pair:
         finally:
             self.stack.router = first
             await second.stop()
+
+    async def is_registered(self, role: EngineRole) -> bool:
+        """Whether the router has an engine of a role."""
+        async with self.session.get(f"{self.stack.router_url}/health") as response:
+            engines: dict[str, int] = (await response.json())["engines"]
+            return engines[role.value] == 1
 
     async def _is_routing(self) -> bool:
         async with self.session.get(f"{self.stack.router_url}/health") as response:

@@ -28,6 +28,7 @@ PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
 FUZZ_SEED = 20_250_711
 FUZZ_BODIES = 80
 AT_ONCE = 8
+LONG_TOKENS = 4000
 UNENCODABLE = "ours: a lone surrogate"
 """vLLM's own front cannot pass it on and answers 500; its engine never sees it."""
 NO_SIDECAR = "127.0.0.1:1"
@@ -40,11 +41,11 @@ def pair_plan() -> PairPlan:
     router = RouterConfig(
         rate_samples_min=0,
         heartbeat_interval_s=2.0,
-        provisional_s=4.0,
+        provisional_s=15.0,
         lease_duration_s=600.0,
         gap_floor_s=600.0,
     )
-    return PairPlan(kvlease_config={"pin_wait_s": 6.0}, router=router)
+    return PairPlan(kvlease_config={"pin_wait_s": 10.0}, router=router)
 
 
 def prompt(name: str) -> list[Message]:
@@ -297,8 +298,12 @@ async def leave_after(pair: Pair, name: str, seconds: float, *, stream: bool) ->
 
 
 async def leave_when(pair: Pair, name: str, *, events: int = 0, finished: bool = False) -> None:
-    """A client that closes its connection after some events, or when it knows how the turn finished."""
-    body = {**request_body(prompt(name), max_tokens=200), "conversation_id": name}
+    """A client that closes its connection after some events, or when it knows how the turn finished.
+
+    One that leaves midway leaves an answer that goes on for long: however late that is noticed, it has not ended.
+    """
+    tokens = 200 if finished else LONG_TOKENS
+    body = {**request_body(prompt(name), max_tokens=tokens, ignore_eos=not finished), "conversation_id": name}
     url = f"{pair.stack.router_url}/v1/chat/completions"
     async with pair.session.post(url, json=body) as response:
         async with aclosing(stream_events(response)) as stream:

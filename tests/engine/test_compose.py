@@ -23,6 +23,8 @@ SMALL = {
     "HF_HUB_OFFLINE": "1",
     "UCX_LOG_LEVEL": "warn",
 }
+# Beside two engines a service may not run for seconds, in which nothing is to end.
+PATIENT = {"KVLEASE_ROUTER_PROVISIONAL_S": "20", "KVLEASE_SIDECAR_ENGINE_TTL_S": "60"}
 
 
 @pytest.fixture
@@ -45,11 +47,11 @@ async def fleet(engines_lock: None, tmp_path_factory: pytest.TempPathFactory) ->
         "CPU_KVCACHE_GIB": "1",
     }
     path = {"PYTHONPATH": f"{root / 'services'}:{root / 'connector'}"}
-    fleet = local_fleet("cpu", directory, variables, programs, SMALL | path)
+    fleet = local_fleet("cpu", directory, variables, programs, SMALL | PATIENT | path)
     for service in fleet.services.values():
         # As patient as the services are on this machine.
         service.spec["command"][-1] = service.spec["command"][-1].replace(
-            '"socket_dir"', '"pin_wait_s":10.0,"socket_dir"'
+            '"socket_dir"', '"pin_wait_s":10.0,"read_part_s":30.0,"socket_dir"'
         )
     try:
         yield fleet

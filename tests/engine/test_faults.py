@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.pair import MODEL, Outcome, Pair, PairPlan, eventually, whole_blocks
+from tests.engine.pair import MODEL, PROVISIONAL_S, Outcome, Pair, PairPlan, eventually, whole_blocks
 
 from kvlease.core.holding import PinAsk
 from kvlease.core.records import EngineRole, Pinned
@@ -20,7 +20,7 @@ from kvlease.sidecar.sidecar import Sidecar
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
-READ_PART_S = 20.0
+READ_PART_S = 30.0
 """The READ must be posted within 0.4 of it, however busy the machine is."""
 NO_RETURN_IS_WORTH_IT = 1e9
 """Returns an hour that are asked for: conversations are kept for the floor."""
@@ -42,6 +42,7 @@ def pair_plan() -> PairPlan:
             rate_samples_min=0,
             reservation_s=15.0,
             heartbeat_interval_s=2.0,
+            provisional_s=PROVISIONAL_S,
             gap_returns_per_hour=NO_RETURN_IS_WORTH_IT,
         ),
     )
@@ -206,14 +207,16 @@ async def test_a_killed_decode_engine_loses_its_leases_and_its_successor_serves(
     first = await pair.turn(messages, "killed")
     engine = pair.engine(DECODE)
     await engine.kill()
+
+    async def is_gone() -> bool:
+        return not await pair.is_registered(DECODE)
+
+    await eventually(is_gone, "the record of the killed engine vanishes")
     await engine.start()
     await engine.wait_ready()
-
-    async def is_registered() -> bool:
-        engines = await decode_engines(pair)
-        return len(engines) == 1 and engines[0].holder.engine_id != first.record["decode_engine_id"]
-
-    await eventually(is_registered, "the new engine takes the place of the killed one")
+    await eventually(lambda: pair.is_registered(DECODE), "the new engine takes the place of the killed one")
+    (successor,) = await decode_engines(pair)
+    assert successor.holder.engine_id != first.record["decode_engine_id"]
     again = extended(messages, first.reply)
     second = await pair.turn(again, "killed")
     assert second.path == "recompute"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from tests.engine.fronts import FrontedStack
-from tests.engine.pair import Outcome, Pair, PairPlan, eventually, whole_blocks
+from tests.engine.pair import PROVISIONAL_S, Outcome, Pair, PairPlan, eventually, whole_blocks
 
 from kvlease.core.ids import lease_id_from_hex
 from kvlease.core.records import EngineRole
@@ -15,11 +15,13 @@ from kvlease.router.config import RouterConfig
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
+LEASE_S = 45.0
+"""Between a turn and the next one a sidecar is replaced, and meanwhile nothing is renewed."""
 
 
 @pytest.fixture(scope="module")
 def pair_plan() -> PairPlan:
-    """Sidecars behind fronts; leases that outlive a restart, and soon expire when nobody renews them.
+    """Sidecars behind fronts; leases that outlive a slow restart, and expire when nobody renews them.
 
     No return is worth keeping a conversation beyond the floor.
     """
@@ -27,10 +29,11 @@ def pair_plan() -> PairPlan:
         router=RouterConfig(
             rate_samples_min=0,
             heartbeat_interval_s=2.0,
-            lease_duration_s=20.0,
-            gap_floor_s=20.0,
+            lease_duration_s=LEASE_S,
+            gap_floor_s=LEASE_S,
             gap_returns_per_hour=1e9,
             reservation_s=60.0,
+            provisional_s=PROVISIONAL_S,
         ),
         stack=FrontedStack,
     )
@@ -71,13 +74,6 @@ class Talk:
         await eventually(is_acked, f"the lease of {self.name} is held")
 
 
-async def is_registered(pair: Pair, role: EngineRole) -> bool:
-    """Whether the router has an engine of a role."""
-    async with pair.session.get(f"{pair.stack.router_url}/health") as response:
-        engines: dict[str, int] = (await response.json())["engines"]
-        return engines[role.value] == 1
-
-
 async def nothing_waits(pair: Pair) -> None:
     """No request is left in either engine."""
     for role in EngineRole:
@@ -93,11 +89,11 @@ async def replace_sidecar(pair: Pair, stack: FrontedStack, role: EngineRole) -> 
     await stack.bury(role)
 
     async def is_gone() -> bool:
-        return not await is_registered(pair, role)
+        return not await pair.is_registered(role)
 
     await eventually(is_gone, "the record of an engine without a sidecar vanishes")
     await stack.restart(role)
-    await eventually(lambda: is_registered(pair, role), "the connector attaches to the restarted sidecar")
+    await eventually(lambda: pair.is_registered(role), "the connector attaches to the restarted sidecar")
 
 
 async def test_a_restarted_sidecar_of_the_holder_learns_its_leases_and_the_next_turn_reuses_them(
@@ -148,14 +144,14 @@ async def test_turns_go_on_while_the_sidecar_of_the_holder_is_dead(pair: Pair, s
     await stack.bury(DECODE)
 
     async def is_gone() -> bool:
-        return not await is_registered(pair, DECODE)
+        return not await pair.is_registered(DECODE)
 
     await eventually(is_gone, "the record of the decode engine vanishes")
     third = await talk.turn()
     assert (third.path, third.record["reason"]) == ("recompute", "engine_unregistered")
     await nothing_waits(pair)
     await stack.restart(DECODE)
-    await eventually(lambda: is_registered(pair, DECODE), "the decode engine is registered again")
+    await eventually(lambda: pair.is_registered(DECODE), "the decode engine is registered again")
     await talk.turn()
     await talk.is_held()
     assert (await talk.turn()).path == "readback"
@@ -184,4 +180,10 @@ async def test_turns_go_on_without_the_sidecar_of_the_prefill_engine(pair: Pair,
 
 
 async def test_when_nobody_renews_any_more_every_block_of_both_engines_comes_back(pair: Pair) -> None:
-    await pair.settles()
+    for role in EngineRole:
+
+        async def at_base(role: EngineRole = role) -> bool:
+            return await pair.is_at_base(role)
+
+        # A conversation is kept for a lease's time after its turn, and its lease lasts as long again.
+        await eventually(at_base, f"every block of the {role.value} engine is free", 10 * LEASE_S)

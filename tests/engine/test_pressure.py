@@ -6,7 +6,7 @@ import uuid
 import pytest
 from tests.engine.by_hand import pinned, reading, send
 from tests.engine.fronts import FrontedStack
-from tests.engine.pair import MODEL, Message, Outcome, Pair, PairPlan, eventually
+from tests.engine.pair import MODEL, PROVISIONAL_S, Message, Outcome, Pair, PairPlan, eventually
 
 from kvlease.core.records import EngineRole
 from kvlease.dev.engine_process import BLOCK_TOKENS
@@ -33,7 +33,11 @@ def pair_plan() -> PairPlan:
             DECODE: (*length, "--num-gpu-blocks-override", str(DECODE_BLOCKS)),
         },
         router=RouterConfig(
-            heartbeat_interval_s=2.0, lease_duration_s=600.0, gap_floor_s=600.0, rate_samples_min=0
+            heartbeat_interval_s=2.0,
+            lease_duration_s=600.0,
+            gap_floor_s=600.0,
+            provisional_s=PROVISIONAL_S,
+            rate_samples_min=0,
         ),
         stack=FrontedStack,
     )
@@ -131,12 +135,14 @@ async def is_preempted_and_right(pair: Pair, name: str) -> bool:
         other = asyncio.create_task(run(pair, PREFILL, 20, 1400))
 
         async def other_runs() -> bool:
-            return await pair.metric(PREFILL, "vllm:num_requests_running") == 1
+            return other.done() or await pair.metric(PREFILL, "vllm:num_requests_running") == 1
 
         await eventually(other_runs, "a request runs before the one that reads")
         reply = await send(pair, PREFILL, again, reading(order), max_tokens=600)
         await other
     counters = (await pair.gauges(PREFILL)).counters
-    assert counters["outcome_read"] == before["outcome_read"] + 1
     assert reply.equals(await pair.cold(again, max_tokens=600))
-    return await pair.metric(PREFILL, PREEMPTIONS) > preemptions
+    # An engine that is busy with the other request may also get the answer to its pin too late to use it.
+    assert sum(counters[one] - before[one] for one in ("outcome_read", "outcome_unreachable")) == 1
+    was_read = counters["outcome_read"] > before["outcome_read"]
+    return was_read and await pair.metric(PREFILL, PREEMPTIONS) > preemptions

@@ -12,6 +12,8 @@ from kvlease.dev.check import FIRST, SYSTEM, THIRD
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DECODE = EngineRole.DECODE
+LOST = {"lease_lost", "lease_missing"}
+"""The record of a lost lease may vanish before the router hears of the engine's next epoch, and says no reason."""
 Message = dict[str, Any]
 
 
@@ -29,7 +31,8 @@ async def first_turn(pair: Pair, name: str) -> tuple[list[Message], Outcome]:
 async def next_turn_lost_its_lease(pair: Pair, messages: list[Message], name: str) -> None:
     """The turn after a reset recomputes, is right, and leaves a lease that the one after it reads."""
     second = await pair.turn(messages, name)
-    assert (second.path, second.record["reason"]) == ("recompute", "lease_lost")
+    assert second.path == "recompute"
+    assert second.record["reason"] in LOST
     assert second.reply.equals(await pair.cold(messages))
     third = [
         *messages,

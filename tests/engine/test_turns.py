@@ -8,6 +8,7 @@ import pytest
 from tests.engine.by_hand import read_order, reading, send
 from tests.engine.pair import (
     MODEL,
+    PROVISIONAL_S,
     Message,
     Outcome,
     Pair,
@@ -37,7 +38,12 @@ def pair_plan() -> PairPlan:
     override = ("--num-gpu-blocks-override", str(BLOCKS))
     return PairPlan(
         arguments={EngineRole.PREFILL: override, EngineRole.DECODE: override},
-        router=RouterConfig(gap_floor_s=300.0, append_tokens_max=APPEND_TOKENS_MAX, rate_samples_min=0),
+        router=RouterConfig(
+            gap_floor_s=300.0,
+            append_tokens_max=APPEND_TOKENS_MAX,
+            rate_samples_min=0,
+            provisional_s=PROVISIONAL_S,
+        ),
     )
 
 
@@ -101,10 +107,17 @@ async def test_branches_read_one_lease_at_the_same_time(pair: Pair) -> None:
     kept = await kept_tokens(pair, history, first.reply)
     branches = [continued(history, first.reply, f"{name}: {THIRD}") for name in ("a", "b", "c")]
     await pair.reset_cache(EngineRole.PREFILL)
-    turns = await asyncio.gather(*(pair.turn(branch) for branch in branches))
+    turns = await asyncio.gather(*(branch_off(pair, branch) for branch in branches))
     assert len({turn.record["lease_id"] for turn in turns}) == 3
     for branch, turn in zip(branches, turns, strict=True):
         await assert_read_back(pair, turn, kept, branch)
+
+
+async def branch_off(pair: Pair, history: list[Message]) -> Outcome:
+    """A turn that asks no engine anything before: the first of several branches supersedes what they all read."""
+    reply, headers = await complete(pair.session, pair.stack.router_url, request_body(history))
+    conversation = await pair.conversation(headers["X-Conversation-Id"])
+    return Outcome(reply, conversation["turns"][-1], 0, headers)
 
 
 async def test_readers_share_a_lease_that_survived_the_churn_of_its_engine(pair: Pair) -> None:
