@@ -31,6 +31,10 @@ STOP_TIMEOUT_S = 8.0
 LOG_LINES_SHOWN = 30
 PROGRESS_THREAD_NICE = 10
 
+PATIENT_CONNECTOR: Mapping[str, Any] = {"pin_wait_s": 10.0, "read_part_s": 30.0}
+"""Settings of connectors for engines of the CPU build, which spin on every core: an answer that takes a millisecond
+elsewhere may take long, and is young enough to be used whenever it was waited for."""
+
 _LISTENING_PORTS = range(10_240, 32_768)
 """Below the ports that Linux gives to outgoing connections by default."""
 

@@ -24,7 +24,14 @@ from kvlease.core.records import EngineRole
 from kvlease.dev.check import CheckResult, Target, run_check
 from kvlease.dev.completion import RequestFailedError
 from kvlease.dev.engine_env import EngineEnvironmentError, ensure_engine_environment
-from kvlease.dev.engine_process import BLOCK_TOKENS, Device, EngineProcess, EngineProcessError, EngineSpec
+from kvlease.dev.engine_process import (
+    BLOCK_TOKENS,
+    PATIENT_CONNECTOR,
+    Device,
+    EngineProcess,
+    EngineProcessError,
+    EngineSpec,
+)
 from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.refusal import why_refused
 from kvlease.dev.report import turn_table
@@ -40,8 +47,9 @@ DEFAULT_PORT = 8000
 SERVED_MODEL = "tiny-qwen3"
 EXTRA_ARGUMENTS = ("--enable-prompt-tokens-details",)
 EXIT_INTERRUPTED = 130
-PATIENT = RouterConfig(stall_s=240.0, probe_timeout_s=60.0, prefill_timeout_s=300.0)
-"""Engines of the CPU build share few cores, on which they also spin: one that is slow has not stalled."""
+PATIENT = RouterConfig(stall_s=240.0, probe_timeout_s=60.0, prefill_timeout_s=300.0, provisional_s=20.0)
+"""Engines of the CPU build share few cores, on which they also spin: one that is slow has not stalled, and a turn may
+be confirmed late."""
 
 BUSY_LOAD_PER_CORE = 3.0
 """Load from which on a failure is said to come perhaps from the machine alone."""
@@ -242,7 +250,7 @@ def _engine_maker(arguments: Namespace, progress: Progress) -> MakeEngine:
                 device=arguments.device,
                 gpu=seat.number,
                 served_model_name=SERVED_MODEL,
-                kvlease_config={"pin_wait_s": 10.0},
+                kvlease_config=PATIENT_CONNECTOR,
                 connector_module=arguments.connector_module,
                 connector_path=arguments.connector_path,
                 otlp_endpoint=arguments.otlp_endpoint,

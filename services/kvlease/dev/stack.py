@@ -30,7 +30,7 @@ REGISTERED_TIMEOUT_S = 60.0
 STILL_STARTING_S = 15.0
 """How often a person who waits for engines is told that they are still starting."""
 
-PIN_CALL_S = 2.0
+PIN_CALL_S = 5.0
 """Engines of the CPU build spin on every core: an answer that takes a millisecond elsewhere may take long."""
 
 STORE_CALL_S = 3.0

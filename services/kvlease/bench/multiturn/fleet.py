@@ -17,7 +17,14 @@ from kvlease.bench.multiturn.plan import Mode
 from kvlease.bench.multiturn.stock import KEPT_S, KeptRoom, StockFleet
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.records import EngineRole
-from kvlease.dev.engine_process import ConnectorChoice, Device, EngineProcess, EngineSpec, free_ports
+from kvlease.dev.engine_process import (
+    PATIENT_CONNECTOR,
+    ConnectorChoice,
+    Device,
+    EngineProcess,
+    EngineSpec,
+    free_ports,
+)
 from kvlease.dev.engine_process import EngineRole as ProcessRole
 from kvlease.dev.stack import EngineSeat, Stack, StackPlan
 from kvlease.router.config import RouterConfig
@@ -97,6 +104,7 @@ class EngineChoice:
             device=self.device,
             gpu=self.gpus[seat.number],
             served_model_name=SERVED_MODEL,
+            kvlease_config=PATIENT_CONNECTOR if self.device is Device.CPU else {},
             stock_config=self.stock_config,
             # Without it an engine does not say how much of a prompt it had.
             extra_arguments=("--enable-prompt-tokens-details", *self.arguments, *own),
