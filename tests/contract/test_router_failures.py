@@ -185,6 +185,31 @@ async def test_a_stream_that_breaks_midway_ends_with_an_error_event(
     assert stack.registry.confirmed == []
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_stream_of_several_prompts_that_breaks_before_all_of_them_are_answered_is_no_whole_answer(
+    stack: Stack, decode: StubEngine, choices: int
+) -> None:
+    def said_of(index: int, finish: str | None) -> bytes:
+        return event({"choices": [{"index": index, "text": "a", "finish_reason": finish}]})
+
+    begun = [said_of(index, None) for index in range(2 * choices)]
+    ended = [said_of(index, "stop") for index in range(2 * choices)]
+
+    async def answer_all_but_one(request: web.Request, received: Received) -> web.StreamResponse:
+        return await send_chunks(request, [*begun, *ended[:-1]], close=True)
+
+    async def answer_all(request: web.Request, received: Received) -> web.StreamResponse:
+        return await send_chunks(request, [*begun, *ended], close=True)
+
+    body = {"model": MODEL, "prompt": ["x", "y"], "stream": True, "n": choices, "conversation_id": "c"}
+    for script, goes_on in ((answer_all_but_one, b'data: {"error":'), (answer_all, b"")):
+        decode.script = script
+        raw = (await stack.send("POST", "/v1/completions", json=body)).raw
+        told = b"".join(begun + ended[:-1] if goes_on else begun + ended)
+        assert raw[: len(told) + len(goes_on)] == told + goes_on
+    assert [turn["ended"] for turn in await stack.turns("c")] == ["badly", "well"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_finish_reason_error_is_a_failure(
     stack: Stack, prefill: StubEngine, decode: StubEngine, *, stream: bool

@@ -66,8 +66,8 @@ class ChoicesDialect:
     def __init__(self, api: Api, body: Mapping[str, Any]) -> None:
         self._api = api
         self._body = body
-        choices = body.get("n")
-        self.choices = choices if type(choices) is int and choices > 1 else 1
+        prompts = _prompts(body.get("prompt")) if api is Api.COMPLETIONS else 1
+        self.choices = prompts * max(1, count_of(body.get("n")))
         self._stream = body.get("stream") is True
         self._wants_usage = mapping(body.get("stream_options")).get("include_usage") is True
         self._reused: int | None = None
@@ -250,6 +250,12 @@ class ChoicesReader:
             named = cast("dict[str, Any]", function)
             known.name = text_of(named.get("name")) or known.name
             known.arguments.append(text_of(named.get("arguments")))
+
+
+def _prompts(prompt: object) -> int:
+    """How many prompts a request of completions holds: each of them is answered with `n` choices."""
+    listed = cast("list[object]", prompt) if isinstance(prompt, list) else []
+    return max(1, sum(isinstance(one, str | list) for one in listed))
 
 
 def _of_messages(body: Mapping[str, Any], tenant: str, model: str) -> Transcript | None:
