@@ -205,6 +205,15 @@ async def test_an_engine_that_is_silent_is_given_up_in_time_and_one_that_is_not_
         assert not absent.value.sent
 
 
+@pytest.mark.parametrize("host", ["decode-0..svc", f"{'x' * 64}.svc"])
+async def test_a_host_that_is_no_name_is_an_engine_that_is_not_there(host: str) -> None:
+    async with HttpEngines() as engines:
+        with pytest.raises(LegError) as absent:
+            async with engines.call("POST", f"http://{host}:8000/", {}, b"", 20.0):
+                pass
+    assert not absent.value.sent
+
+
 async def test_a_long_body_goes_out_in_full_and_an_early_refusal_ends_it() -> None:
     body = b"x" * (8 << 20)
     taken: list[int] = []

@@ -412,7 +412,7 @@ class HttpEngines:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(loop), host, port, ssl=context
                 )
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:  # a host that no name service can be asked for
             raise LegError(f"no connection: {type(error).__name__}", sent=False) from error
         return connection
 
