@@ -38,4 +38,9 @@ async def follow(
             if not told:
                 log.warning("watch broke", extra={"watch": name, "reason": why_broken(error)})
             told = True
+        except Exception:
+            # Without this task the router would go on with the engines and leases of this moment for ever.
+            if not told:
+                log.exception("watch failed", extra={"watch": name})
+            told = True
         await asyncio.sleep(RECONNECT_S)
