@@ -175,7 +175,20 @@ def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", 
         return "the model is one of diffusion, whose KV depends on tokens that come later"
     if not _names_images_by_content(vllm_config):
         return "without prefix caching and a cache of processed images, images are not named by their content"
+    if _tells_routed_experts(vllm_config):
+        return (
+            "enable_return_routed_experts is set: experts are known of tokens that were computed here alone"
+        )
     return _memory_refusal(vllm_config, nixl_scheduler)
+
+
+def _tells_routed_experts(vllm_config: "VllmConfig") -> bool:
+    """vLLM keeps the experts beside the cache and looks for those of every token: for one that was READ, 0.32 ends
+    the engine, and 0.26 tells those of another. It refuses NIXL's own connectors by name, not what derives from them.
+    """
+    output = getattr(vllm_config, "aux_output_config", None)
+    of_model = getattr(vllm_config.model_config, "enable_return_routed_experts", False)
+    return bool(of_model or (output is not None and output.enabled))
 
 
 def _names_images_by_content(vllm_config: "VllmConfig") -> bool:

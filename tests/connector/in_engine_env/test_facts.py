@@ -34,13 +34,17 @@ def refusal(
     sleep_mode: bool = False,
     diffusion: bool = False,
     image_cache_gb: float | None = None,
+    routed_experts: bool = False,
+    routed_experts_in_model: bool = False,
     **cache: Any,
 ) -> str:
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(),
+        aux_output_config=SimpleNamespace(enabled=routed_experts),
         model_config=SimpleNamespace(
             enable_sleep_mode=sleep_mode,
             is_diffusion=diffusion,
+            enable_return_routed_experts=routed_experts_in_model,
             multimodal_config=None
             if image_cache_gb is None
             else SimpleNamespace(mm_processor_cache_gb=image_cache_gb),
@@ -75,6 +79,11 @@ def test_an_engine_whose_memory_is_what_nixl_reads_retains(facts: Any) -> None:
 )
 def test_where_a_read_could_get_other_kv_nothing_is_retained_or_read(facts: Any, named: str) -> None:
     assert named in refusal(**facts)
+
+
+@pytest.mark.parametrize("where", ["routed_experts", "routed_experts_in_model"])
+def test_an_engine_that_tells_experts_of_every_token_retains_and_reads_nothing(where: str) -> None:
+    assert "experts" in refusal(**{where: True})
 
 
 def test_only_attention_to_all_tokens_before_retains_and_reads() -> None:
