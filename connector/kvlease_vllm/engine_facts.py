@@ -11,6 +11,7 @@ from kvlease.core.attachment import EngineFacts
 from kvlease.core.ids import Holder
 from kvlease.core.records import KvLayout, KvLocation
 from kvlease_vllm.block_layout import layout_factors
+from kvlease_vllm.kv_factors import settings_factors
 from kvlease_vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def describe_layout(
         "revision": str(model.revision),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "hf_overrides": _overrides_of(model.hf_overrides),
         "cache_dtype": str(cache.cache_dtype),
         "calculate_kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
         "block_size": cache.block_size,
@@ -109,8 +109,7 @@ def describe_layout(
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         **layout_factors(vllm_config.kv_transfer_config.kv_connector_extra_config, kv_cache_config),
-        **_rope_factors(model),
-        **_image_factors(model),
+        **settings_factors(vllm_config),
     }
     digest = blake2b(json.dumps(factors, sort_keys=True).encode(), digest_size=16).hexdigest()
     return KvLayout(
@@ -121,28 +120,6 @@ def describe_layout(
         block_bytes=block_bytes * parallel.tensor_parallel_size,
         layout_hash=digest,
     )
-
-
-def _overrides_of(overrides: Any) -> str:
-    """What `--hf-overrides` changes, rope scaling for one: KV computed under others is other KV."""
-    if callable(overrides):
-        return f"{overrides.__module__}.{overrides.__qualname__}"
-    return json.dumps(overrides, sort_keys=True, default=str)
-
-
-def _rope_factors(model: Any) -> dict[str, list[bool]]:
-    """What the KV of LongRoPE depends on beside the model: its factors go by `--max-model-len`, not by the prompt."""
-    parameters: dict[str, Any] = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    kinds = list(parameters.values()) if "rope_type" not in parameters else [parameters]
-    long = [kind for kind in kinds if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
-    trained = [kind.get("original_max_position_embeddings", 0) for kind in long]
-    return {"long_rope": [model.max_model_len > tokens for tokens in trained]} if long else {}
-
-
-def _image_factors(model: Any) -> dict[str, str]:
-    """How images become input, where the engine's own settings say so: their names do not tell."""
-    settings = model.multimodal_config.mm_processor_kwargs if model.multimodal_config is not None else None
-    return {"images": json.dumps(settings, sort_keys=True, default=str)} if settings else {}
 
 
 def retain_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", nixl_scheduler: Any) -> str:

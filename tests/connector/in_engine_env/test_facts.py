@@ -1,10 +1,13 @@
 """Which engines neither retain nor READ, and which do not READ each other."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config.lora import LoRAConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -96,6 +99,8 @@ def layout_hash(
     length_max: int = 4096,
     rope_parameters: dict[str, Any] | None = None,
     images: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **model: Any,
 ) -> str:
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -106,8 +111,10 @@ def layout_hash(
             hf_overrides={},
             hf_text_config=SimpleNamespace(rope_parameters=rope_parameters),
             max_model_len=length_max,
-            multimodal_config=SimpleNamespace(mm_processor_kwargs=images),
+            multimodal_config=SimpleNamespace(**{"mm_processor_kwargs": None, **(images or {})}),
+            **model,
         ),
+        lora_config=LoRAConfig(max_lora_rank=8, **lora) if lora is not None else None,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
@@ -130,7 +137,59 @@ def test_other_models_read_each_other_whatever_their_longest_prompts(
     assert layout_hash(4096, rope_parameters) == layout_hash(131072, rope_parameters)
 
 
-def test_engines_that_see_images_otherwise_do_not_read_each_other() -> None:
-    few, many = ({"max_pixels": pixels} for pixels in (1000, 2000))
-    assert layout_hash(images=few) != layout_hash(images=many) == layout_hash(images=dict(many))
-    assert layout_hash(images=few) != layout_hash() == layout_hash(images={})
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"mm_processor_kwargs": {"max_pixels": 1000}}, {"mm_processor_kwargs": {"max_pixels": 2000}}),
+        (
+            {"media_io_kwargs": {"video": {"num_frames": 8}}},
+            {"media_io_kwargs": {"video": {"num_frames": 9}}},
+        ),
+        (
+            {"video_pruning_rate": 0.5, "video_pruning_method": "evs"},
+            {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        ),
+        ({"mm_encoder_attn_dtype": "fp8"}, {"mm_encoder_attn_dtype": None}),
+    ],
+)
+def test_engines_that_see_images_otherwise_do_not_read_each_other(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert layout_hash(images=one) != layout_hash(images=other)
+    assert layout_hash(images=one) == layout_hash(images=copy.deepcopy(one)) != layout_hash()
+
+
+def test_settings_for_images_that_say_nothing_tell_no_engines_apart() -> None:
+    nothing = {"mm_processor_kwargs": {}, "media_io_kwargs": {}, "video_pruning_method": "evs"}
+    assert layout_hash(images=nothing) == layout_hash()
+
+
+def test_engines_that_take_an_adapter_otherwise_do_not_read_each_other() -> None:
+    queries, outputs = {"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "o_proj"]}
+    assert len({layout_hash(lora={}), layout_hash(lora=queries), layout_hash(lora=outputs)}) == 3
+    swapped = {"target_modules": ["o_proj", "q_proj"]}
+    assert layout_hash(lora=outputs) == layout_hash(lora=swapped)
+    assert layout_hash(lora={"lora_dtype": torch.bfloat16}) != layout_hash(lora={})
+
+
+def test_engines_with_and_without_adapters_read_what_none_was_used_for() -> None:
+    assert layout_hash(lora={}) == layout_hash(lora={"lora_dtype": torch.float32}) == layout_hash()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"quantization_config": {"ignore": ["lm_head"]}}, {"quantization_config": {"ignore": []}}),
+        (
+            {"quantization_config": QuantizationConfigArgs(linear="fp8_per_tensor")},
+            {"quantization_config": QuantizationConfigArgs(linear="mxfp8")},
+        ),
+        ({"hf_config_path": "one"}, {"hf_config_path": "other"}),
+        ({"model_class_overrides": {"A": "m:B"}}, {"model_class_overrides": {"A": "m:C"}}),
+    ],
+)
+def test_engines_that_make_other_models_of_the_same_weights_do_not_read_each_other(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert layout_hash(**one) != layout_hash(**other)
+    assert layout_hash(**one) == layout_hash(**copy.deepcopy(one)) != layout_hash()
