@@ -180,9 +180,23 @@ def _memory_refusal(vllm_config: "VllmConfig", nixl_scheduler: Any) -> str:
     if nixl_scheduler.use_host_buffer:
         # Copied there for requests with vLLM's own parameters alone: a READ would get what lay there before.
         return "kv_buffer_device is cpu: NIXL reads a copy of the KV, which is not made of retained blocks"
-    if vllm_config.model_config.enable_sleep_mode:
+    if switch := _switch_to_sleep(vllm_config.model_config):
         # NIXL registered the memory once: after a sleep it would read and write what was there before.
-        return "enable_sleep_mode is set: a sleep puts other memory under the addresses that NIXL knows"
+        return f"{switch} is set: a sleep puts other memory under the addresses that NIXL knows"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales is set: each engine scales its KV by the first prompt that it gets"
     return ""
+
+
+def _switch_to_sleep(model: Any) -> str:
+    """The setting with which this engine can be sent to sleep; empty when it cannot.
+
+    `/sleep` and `/release_kv_cache_memory` do not ask for sleep mode, only for its allocator; without the latter
+    they free nothing. They are served in vLLM's development mode alone.
+    """
+    from vllm import envs
+
+    if model.enable_sleep_mode:
+        return "enable_sleep_mode"
+    allocator = getattr(model, "enable_cumem_allocator", False) and envs.VLLM_SERVER_DEV_MODE
+    return "enable_cumem_allocator with VLLM_SERVER_DEV_MODE" if allocator else ""

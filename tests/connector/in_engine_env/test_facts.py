@@ -35,6 +35,7 @@ def refusal(
     *,
     host_buffer: bool = False,
     sleep_mode: bool = False,
+    sleep_allocator: bool = False,
     diffusion: bool = False,
     image_cache_gb: float | None = None,
     routed_experts: bool = False,
@@ -46,6 +47,7 @@ def refusal(
         aux_output_config=SimpleNamespace(enabled=routed_experts),
         model_config=SimpleNamespace(
             enable_sleep_mode=sleep_mode,
+            enable_cumem_allocator=sleep_allocator,
             is_diffusion=diffusion,
             enable_return_routed_experts=routed_experts_in_model,
             multimodal_config=None
@@ -82,6 +84,15 @@ def test_an_engine_whose_memory_is_what_nixl_reads_retains(facts: Any) -> None:
 )
 def test_where_a_read_could_get_other_kv_nothing_is_retained_or_read(facts: Any, named: str) -> None:
     assert named in refusal(**facts)
+
+
+@pytest.mark.parametrize(("dev_mode", "refused"), [("0", False), ("1", True)])
+def test_an_engine_that_can_be_sent_to_sleep_without_sleep_mode_retains_and_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch, dev_mode: str, refused: bool
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
+    assert ("enable_cumem_allocator" in refusal(sleep_allocator=True)) is refused
+    assert refusal() == ""
 
 
 @pytest.mark.parametrize("where", ["routed_experts", "routed_experts_in_model"])
