@@ -13,11 +13,15 @@ import pytest
 from aiohttp import web
 
 from stubs.engines import MODEL, Received, StubEngine, delta
-from stubs.router import FIRST, Stack
+from stubs.router import FIRST, Stack, router_config
+from stubs.waiting import eventually
 
 SLOW_CLIENTS = 3
 KEPT_EACH_MAX = 64 << 20
 """What one stream may fill: kernels give a connection 6 MB on one side and 4 MB on the other, and there are two."""
+
+SHORT = {"turn_timeout_s": 2.0}
+ONE_AT_A_TIME = {"decode_inflight_max": 1, "queue_wait_s": 60.0}
 
 BODY_BYTES = 8 << 20
 LEFT_MAX = 4 << 20
@@ -46,6 +50,28 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
+class SlowClient:
+    """Asks for a stream, reads the first byte, and no more until it is told to."""
+
+    async def ask(self, stack: Stack, path: str = "/v1/chat/completions") -> None:
+        url = urlsplit(stack.router.url)
+        body = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}'
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._reader, self._writer = await asyncio.open_connection(url.hostname, url.port, limit=1)
+        self._writer.write(head.encode() + body)
+        assert await self._reader.read(1)
+
+    async def rest(self) -> bytes:
+        """All that comes until the router closes the connection."""
+        parts: list[bytes] = []
+        while part := await self._reader.read(1 << 20):
+            parts.append(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 async def settled(flood: Flood) -> int:
     """What has been sent once no more is taken."""
     while True:
@@ -59,21 +85,44 @@ async def test_an_engine_is_read_no_faster_than_its_slow_clients_read(
     stack: Stack, decode: StubEngine
 ) -> None:
     flood = Flood(decode)
-    host, port = urlsplit(stack.router.url).hostname, urlsplit(stack.router.url).port
-    body = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}'
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    writers: list[asyncio.StreamWriter] = []
-    for _ in range(SLOW_CLIENTS):
-        reader, writer = await asyncio.open_connection(host, port, limit=1)
-        writer.write(head.encode() + body)
-        assert await reader.read(1)
-        writers.append(writer)
+    clients = [SlowClient() for _ in range(SLOW_CLIENTS)]
+    for client in clients:
+        await client.ask(stack)
     async with asyncio.timeout(60):
         assert await settled(flood) < SLOW_CLIENTS * KEPT_EACH_MAX
-    for writer in writers:
-        writer.close()
+    for client in clients:
+        client.close()
     async with asyncio.timeout(20):
         await decode.aborted.wait()
+
+
+@pytest.mark.parametrize("router_settings", [{**SHORT, **ONE_AT_A_TIME}], ids=["one at a time"])
+async def test_a_client_that_reads_nothing_more_keeps_its_place_no_longer_than_a_turn_may_take(
+    stack: Stack, decode: StubEngine
+) -> None:
+    Flood(decode)
+    client = SlowClient()
+    await client.ask(stack)
+    decode.script = None
+    stack.router.reload(router_config(**ONE_AT_A_TIME))
+    assert (await stack.chat(FIRST)).status == 200
+    async with asyncio.timeout(60):
+        assert b'"turn_timeout"' in (await client.rest())[-200:]
+    client.close()
+
+
+@pytest.mark.parametrize("router_settings", [SHORT], ids=["short"])
+async def test_a_request_that_is_passed_ends_in_its_time_though_its_client_reads_nothing_more(
+    stack: Stack, decode: StubEngine
+) -> None:
+    for engine in stack.engines:
+        Flood(engine)
+    client = SlowClient()
+    await client.ask(stack, "/v1/other")
+    await eventually(lambda: any(engine.aborted.is_set() for engine in stack.engines))
+    async with asyncio.timeout(60):
+        assert not (await client.rest()).endswith(b"0\r\n\r\n")
+    client.close()
 
 
 async def test_nothing_of_long_bodies_is_left(stack: Stack, decode: StubEngine, traced: None) -> None:

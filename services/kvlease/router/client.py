@@ -21,6 +21,10 @@ class BodyBounds:
     whole_s: float
 
 
+class ClientStalled(Exception):
+    """A client takes nothing more of an answer that has begun."""
+
+
 class HttpClient:
     """The `ClientPort` of one request."""
 
@@ -42,6 +46,10 @@ class HttpClient:
         """Ends a streamed answer."""
         if self.response is not None:
             await self.response.write_eof()
+
+    def leave(self) -> None:
+        """Closes the connection behind what was sent, so that nobody takes that for a whole answer."""
+        self._request.protocol.force_close()
 
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Keeps a whole answer for the server to send."""

@@ -17,7 +17,7 @@ from kvlease.router.answers import (
     request_id_of,
 )
 from kvlease.router.bodies import Reading, TurnRequest, parse_turn
-from kvlease.router.client import BodyBounds, HttpClient, read_body
+from kvlease.router.client import BodyBounds, ClientStalled, HttpClient, read_body
 from kvlease.router.conversation_api import ConversationApi
 from kvlease.router.dialect import Api, text_of
 from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers
@@ -157,7 +157,11 @@ class Front:
             client = HttpClient(request)
             with self._services.in_flight.request():
                 passed = await passed_request(request, path, headers, tenant, bounds, isolate=isolate)
-                await self._passing.run(passed, client)
+                try:
+                    await self._passing.run(passed, client)
+                except ClientStalled:
+                    log.info("the client takes no more of its answer", extra={"request_id": request_id_of()})
+                    client.leave()
             return client.response or error_answer(request, 502, "the engine gave no answer", "engine_failed")
 
         return handle

@@ -4,6 +4,7 @@ What reaches an engine is the client's own without what is the router's. Paths t
 adapters, or that carry prompts past the tenant's salt are served to nobody.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kvlease.core.records import Engine
 from kvlease.core.signals import EngineSignal
 from kvlease.router.answers import Refused
 from kvlease.router.bodies import make_neutral, parse_object
-from kvlease.router.client import BodyBounds, HttpClient, read_body
+from kvlease.router.client import BodyBounds, ClientStalled, HttpClient, read_body
 from kvlease.router.dialect import encode, text_of
 from kvlease.router.engines import EngineTable
 from kvlease.router.headers import answer_headers
@@ -107,6 +108,7 @@ class PassThrough:
 
         Raises:
             Refused: no engine answers.
+            ClientStalled: the client takes nothing more of an answer that has begun.
         """
         tried: set[str] = set()
         for _ in range(TRIES):
@@ -134,7 +136,11 @@ class PassThrough:
         url = engine.url + passed.path
         with self._engines.running(engine.holder.engine_id):
             async with self._port.call(passed.method, url, headers, passed.body, self._timeout_s) as reply:
-                await _relay(reply, client)
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await _relay(reply, client)
+                except TimeoutError as error:
+                    raise ClientStalled from error
 
 
 async def _relay(reply: EngineReply, client: HttpClient) -> None:
