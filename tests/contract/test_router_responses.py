@@ -137,6 +137,23 @@ async def test_a_response_is_read_with_its_items_and_deleted_once(
     assert (await ask(stack, previous_response_id=answer.json["id"])).status == 404
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_of_a_surrogate_pair_in_a_response_is_kept_and_goes_back_as_it_came(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, *, stream: bool
+) -> None:
+    decode.reply = "half \ud83d"
+    first = await ask(stack, stream=stream)
+    assert (first.status, rb"half \ud83d" in first.raw) == (200, True)
+    whole = events(first.raw)[-1]["response"] if stream else first.json
+    path = f"{PATH}/{whole['id']}"
+    assert (await stack.send("GET", path)).json["output"] == whole["output"]
+    second = await ask(stack, previous_response_id=whole["id"])
+    assert second.status == 200
+    assert decode.received[-1].body["input"][1] == whole["output"][0]
+    items = await stack.send("GET", f"{PATH}/{second.json['id']}/input_items")
+    assert items.json["data"][1] == whole["output"][0]
+
+
 @pytest.mark.parametrize("field", ["background", "conversation"])
 async def test_what_needs_a_store_at_the_engine_is_a_400(
     stack: Stack, prefill: StubEngine, decode: StubEngine, field: str

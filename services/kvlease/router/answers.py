@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvlease.core.errors import InvalidArgument, NotOwner
-from kvlease.router.dialect import Api, encode
+from kvlease.router.dialect import Api, encode_answer
 from kvlease.router.errors import error_body
 from kvlease.router.headers import request_id_from
 from kvlease.router.ports import RandomPort
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 def json_answer(body: Mapping[str, Any], status: int = 200) -> web.Response:
     """A JSON object as an answer."""
-    return web.Response(status=status, headers=JSON_HEADERS, body=encode(body))
+    return web.Response(status=status, headers=JSON_HEADERS, body=encode_answer(body))
 
 
 def error_answer(

@@ -132,13 +132,13 @@ def make_neutral(body: dict[str, Any], tenant: str, *, isolate: bool, pass_prior
 
 def prefill_body(request: TurnRequest, params: TurnParams) -> bytes:
     """The body of the prefill leg: one token, one choice, no stream."""
-    return encode(_with_params(request.dialect.prefill_fields(), params))
+    return encode_answer(_with_params(request.dialect.prefill_fields(), params))
 
 
 def decode_body(request: TurnRequest, params: TurnParams | None) -> bytes:
-    """The body of the decode leg: the client's, with usage counted in a stream."""
+    """The body of the decode leg: the client's, with usage counted in a stream, and what an engine said before."""
     body = request.dialect.decode_fields()
-    return encode(body if params is None else _with_params(body, params))
+    return encode_answer(body if params is None else _with_params(body, params))
 
 
 def report_of(answer: Mapping[str, Any]) -> TurnReport | None:

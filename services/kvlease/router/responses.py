@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvlease.router.dialect import encode, objects
+from kvlease.router.dialect import encode, encode_answer, objects
 
 
 class UnknownResponse(Exception):
@@ -65,7 +65,7 @@ class ResponseStore:
     ) -> None:
         """Keeps a response and the items of its own request."""
         self.delete(tenant, response_id)
-        stored = _Stored(previous_id, encode({"items": list(items)}), encode(response))
+        stored = _Stored(previous_id, encode({"items": list(items)}), encode_answer(response))
         self._stored[tenant, response_id] = stored
         self._bytes += stored.size_bytes
         while self._stored and (len(self._stored) > self._responses_max or self._bytes > self._bytes_max):
