@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,3 +153,27 @@ async def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 def test_free_ports_are_distinct() -> None:
     assert len(set(free_ports(20))) == 20
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process_that_cannot_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, created, may_go_on = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
+
+    async def create_slowly(*arguments: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await create(*arguments, **options)
+        created.set()
+        await may_go_on.wait()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_slowly)
+    engine = EngineProcess(spec_of(tmp_path, SERVER))
+    starting = asyncio.create_task(engine.start())
+    await created.wait()
+    starting.cancel()
+    asyncio.get_running_loop().call_soon(may_go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert engine.running
+    await engine.stop()
+    assert not engine.running

@@ -216,19 +216,29 @@ class EngineProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Starts the process and returns at once. Raises OSError when it cannot be executed."""
+        """Starts the process and returns at once. Raises OSError when it cannot be executed.
+
+        Cancelled, it has started a process that `stop` ends, with the children that it has by then.
+        """
         if self.running:
             raise RuntimeError("the engine is already running")
         self.spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_file.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *tied_to_this_process(self.spec.command()),
-                env=self.spec.process_environment(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
+            created = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *tied_to_this_process(self.spec.command()),
+                    env=self.spec.process_environment(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
+            try:
+                self._process = await asyncio.shield(created)
+            except asyncio.CancelledError:
+                self._process = await created
+                raise
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Waits until the API answers /health and returns the seconds waited.
