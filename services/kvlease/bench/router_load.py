@@ -101,6 +101,8 @@ async def drive(
 ) -> Load:
     """Sends requests for a while, each to every URL in turn: two for a prefill and a decode engine, one for a router.
 
+    However short the while is, each connection sends one.
+
     Args:
         make_body: the body of the n-th request.
         count_max: ends after so many requests; 0: by the duration only.
@@ -111,7 +113,7 @@ async def drive(
 
     async def one() -> None:
         connections = [await _connect(url) for url in legs]
-        while perf_counter() < ends_s:
+        while True:
             number = next(numbers)
             if count_max and number >= count_max:
                 break
@@ -121,11 +123,13 @@ async def drive(
                 if not (well := await connections[place].ask(request_bytes(url, body))):
                     connections[place] = await _connect(url)
                     break
-            if not well:
+            if well:
+                load.first_byte_s.append(connections[-1].first_byte_s - asked_s)
+                load.answer_s.append(perf_counter() - asked_s)
+            else:
                 load.failed += 1
-                continue
-            load.first_byte_s.append(connections[-1].first_byte_s - asked_s)
-            load.answer_s.append(perf_counter() - asked_s)
+            if perf_counter() >= ends_s:
+                break
         for connection in connections:
             if connection.transport is not None:
                 connection.transport.close()
