@@ -52,7 +52,8 @@ async def test_a_benchmark_that_is_stopped_ends_its_engines_and_their_children_f
             _, said = await process.communicate()
         assert process.returncode == 130
         assert b"Traceback" not in said
-        assert [pid for pid in pids() if is_alive(pid)] == []
+        # Each was killed before; how soon it is gone is the machine's.
+        await eventually(lambda: not any(map(is_alive, pids())))
     finally:
         if process.returncode is None:
             process.kill()

@@ -37,6 +37,7 @@ async def test_a_conversation_goes_on_at_another_router_over_another_registry(fl
     await talk.until_reused(router=0)
     await fleet.start("registry-1")
 
+    await fleet.until_led(talk.name)
     await fleet.kill("router-0")
     assert (await talk.turn(router=1)).reused
     await fleet.start("router-0")

@@ -53,7 +53,7 @@ class Fleet:
         return await self._start(
             "sidecar",
             *("--listen", f"127.0.0.1:{self._sidecar_port}", "--allow-loopback"),
-            *("--socket-dir", str(self.socket.parent), "--engine-ttl-s", "3"),
+            *("--socket-dir", str(self.socket.parent), "--engine-ttl-s", "9"),
         )
 
     async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
@@ -127,6 +127,14 @@ async def until(answer: Callable[[], Awaitable[Result]]) -> Result:
             await asyncio.sleep(0.05)
 
 
+async def serves(fleet: Fleet) -> bool:
+    return await fleet.health() == ["SERVING", "SERVING"]
+
+
+async def knows_no_engine(registry: registry_pb2_grpc.RegistryServiceStub) -> bool:
+    return not await engines(registry)
+
+
 async def engines(registry: registry_pb2_grpc.RegistryServiceStub) -> list[str]:
     listed = await registry.ListEngines(registry_pb2.ListEnginesRequest(), timeout=5)
     return [engine.holder.engine_id for engine in listed.engines]
@@ -172,9 +180,7 @@ async def test_processes_wait_for_etcd_share_it_and_outlive_each_other(tmp_path:
         assert await until(fleet.health) == ["NOT_SERVING", "NOT_SERVING"]
         await fleet.etcd.start()
         assert await until(lambda: engines(one)) == ["decode-1"]
-        async with asyncio.timeout(BOUND_S):
-            while await fleet.health() != ["SERVING", "SERVING"]:
-                await asyncio.sleep(0.05)
+        assert await until(lambda: serves(fleet))
         assert await until(lambda: pinned(one, "a"))
         (record,) = await until(lambda: leases(one))
         assert (record.lease_id, record.generation > 0) == (LEASE, True)
@@ -182,14 +188,12 @@ async def test_processes_wait_for_etcd_share_it_and_outlive_each_other(tmp_path:
         first.kill()
         await fleet.registry(1)
         assert await until(lambda: leases(two)) == [record]
-        assert isinstance(await pin(two, "b"), Pinned)
+        assert await until(lambda: pinned(two, "b"))
 
         sidecar.kill()
         await sidecar.wait()
         await connector.detach()
-        async with asyncio.timeout(BOUND_S):
-            while await engines(two):
-                await asyncio.sleep(0.05)
+        assert await until(lambda: knows_no_engine(two))
         assert await leases(two) == []
         assert await pin(two, "c") is MissReason.UNREACHABLE
 
@@ -212,15 +216,15 @@ async def test_etcd_may_be_away_and_come_back_and_no_process_exits(tmp_path: Pat
         (record,) = await until(lambda: leases(registry))
         for number in (signal.SIGTERM, signal.SIGKILL):
             await fleet.etcd.halt(number)
-            assert isinstance(await pin(registry, f"without-{number}"), Pinned)
+            assert await until(lambda number=number: pinned(registry, f"without-{number}"))
             await fleet.etcd.start()
             assert await until(lambda: leases(registry)) == [record]
-            assert isinstance(await pin(registry, f"after-{number}"), Pinned)
+            assert await until(lambda number=number: pinned(registry, f"after-{number}"))
         await stop_threads(fleet.etcd)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await registry.ListLeases(registry_pb2.ListLeasesRequest(), timeout=20)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert isinstance(await pin(registry, "meanwhile"), Pinned)
+        assert await until(lambda: pinned(registry, "meanwhile"))
         os.kill(fleet.etcd.pid, signal.SIGCONT)
         assert [one.lease_id for one in await until(lambda: leases(registry))] == [LEASE]
         assert await until(lambda: pinned(registry, "last"))

@@ -24,7 +24,7 @@ from kvlease.wire import attributes
 BUILD_S = 1800
 TRACE_IDS = {"recompute": "1" * 32, "append": "2" * 32, "readback": "3" * 32}
 CLIENT_SPAN_ID = "b7ad6b7169203331"
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Collector(Protocol):

@@ -155,6 +155,21 @@ class ProcessFleet:
             async with self._client.post(url, headers={"Authorization": "Bearer sk-owner"}) as answer:
                 assert answer.status in (200, 404), await answer.text()
 
+    async def until_led(self, conversation: str) -> None:
+        """Returns when both routers name one lease as a conversation's: they learn of each other's by their watch."""
+
+        async def is_agreed() -> bool:
+            leases = [await self._lease(router, conversation) for router in (0, 1)]
+            return leases[0] is not None and leases[0] == leases[1]
+
+        await until(is_agreed)
+
+    async def _lease(self, router: int, conversation: str) -> str | None:
+        url = f"{self.routers[router]}/v1/kvlease/conversations/{conversation}"
+        async with self._client.get(url, headers={"Authorization": "Bearer sk-owner"}) as answer:
+            lease: str | None = (await answer.json())["lease"]["lease_id"] if answer.status == 200 else None
+            return lease
+
     async def held_blocks(self) -> int:
         """Blocks that leases keep, on both engines; asked again while the store is too busy to list them."""
         async with asyncio.timeout(BOUND_S):

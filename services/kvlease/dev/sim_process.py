@@ -18,7 +18,7 @@ class SimEngineSpec(EngineSpec):
             "--socket-dir": str(self.socket_dir),
             "--model": self.served_model_name,
             "--block-size": str(BLOCK_TOKENS),
-            "--pin-wait-s": "5",
+            "--pin-wait-s": "9",
         }
         if self.otlp_endpoint:
             options["--otlp-endpoint"] = self.otlp_endpoint
