@@ -16,6 +16,7 @@ from kvlease_vllm.metadata import KvleaseMetadata
 from kvlease_vllm.scheduler import SchedulerHalf
 from kvlease_vllm.seams import (
     UnsupportedEngineError,
+    check_alone,
     check_connector,
     check_worker,
     has_background_handshake,
@@ -55,6 +56,7 @@ class KvleaseConnector(NixlConnector):
         from vllm.v1.core.block_pool import BlockPool
 
         check_connector(NixlConnector, BlockPool, vllm_version)
+        check_alone(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self.kv_transfer_config
         if vllm_config.parallel_config.prefill_context_parallel_size == 1:

@@ -81,6 +81,26 @@ def check_worker(worker: object, version: str) -> None:
         )
 
 
+def check_alone(version: str) -> None:
+    """Refuses vLLM's connector of several with ours among them, where vLLM tells: in its workers, before it serves.
+
+    There nobody heeds what the connector says of roles and of failed loads, and a request that was preempted and is
+    being loaded by another connector counts as computed when it is aborted.
+
+    Raises:
+        UnsupportedEngineError: the engine's connector is not ours.
+    """
+    import vllm.config
+
+    current = getattr(vllm.config, "get_current_vllm_config_or_none", lambda: None)()
+    transfer = current.kv_transfer_config if current is not None else None
+    if transfer is not None and transfer.kv_connector == "MultiConnector":
+        raise UnsupportedEngineError(
+            f"kvlease cannot run in vLLM {version} inside MultiConnector: beside other connectors it could retain or "
+            "use KV that is half loaded. Name KvleaseConnector as kv_connector itself"
+        )
+
+
 def has_background_handshake(worker: object) -> bool:
     """Whether this version of vLLM can shake hands without a request that waits for it.
 

@@ -367,7 +367,7 @@ def make_harness(
     monkeypatch.setattr(connector_scheduler, "SidecarService", FakeSidecar)
     monkeypatch.setattr(connector_scheduler, "awake_s", clock.now_s)
     init_none_hash(sha256)
-    config = _config(ranks, batched_tokens, asynchronous, settings)
+    config = make_config(ranks, batched_tokens, asynchronous, **settings)
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     scheduler_class = AsyncScheduler if asynchronous else Scheduler
@@ -393,7 +393,10 @@ def make_harness(
     )
 
 
-def _config(ranks: int, batched_tokens: int, asynchronous: bool, settings: dict[str, Any]) -> VllmConfig:
+def make_config(
+    ranks: int = 1, batched_tokens: int = 2048, asynchronous: bool = False, **settings: Any
+) -> VllmConfig:
+    """vLLM's configuration of an engine with our connector."""
     model: Path = ensure_tiny_model()
     config = VllmConfig(
         model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
