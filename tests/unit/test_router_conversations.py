@@ -8,6 +8,7 @@ from kvlease.core.conversation import Leaf, Reply, conversation_key, tenant_dige
 from kvlease.core.ids import Holder
 from kvlease.core.lease import LeaseKind, LeaseState, MissReason
 from kvlease.core.records import LeaseRecord
+from kvlease.core.renewal import Belief
 from kvlease.core.signals import LeaseSignal, PlanReason
 from kvlease.router.conversation import OpenTurn
 from kvlease.store.port import Batch, Change
@@ -246,6 +247,26 @@ def test_a_conversation_of_another_router_is_branched_when_it_has_no_id(world: W
     assert turn.base is not None
     assert (turn.base.lease_id, turn.supersedes) == (9, 0)
     assert world.signal(world.table.open(request([USER]))) is PlanReason.FIRST_TURN
+
+
+def test_a_recorded_lease_is_renewed_while_one_of_the_branches_that_read_it_is_in_flight(
+    world: World,
+) -> None:
+    transcript = request([USER]).transcript
+    assert transcript is not None
+    world.table.apply(Batch((Change(lease_record(9, b"k", transcript.keys)),), snapshot=True))
+    first = world.table.open(request(NEXT))
+    beat = world.renewals.beat(world.clock.now_s())
+    world.renewals.ack(world.clock.now_s(), beat.sequence, {})
+    second = world.table.open(request([*NEXT[:2], {"role": "user", "content": "another branch"}]))
+    assert first.base is not None
+    assert second.base is not None
+    assert first.base.lease_id == second.base.lease_id == 9
+    world.table.close(second)
+    world.clock.advance(world.renewals.policy.gap_cap_s)
+    beat = world.renewals.beat(world.clock.now_s())
+    world.renewals.ack(world.clock.now_s(), beat.sequence, {})
+    assert world.renewals.belief(world.clock.now_s(), 9) is Belief.HELD
 
 
 def test_a_conversation_of_another_router_goes_on_under_another_name_of_its_model(world: World) -> None:

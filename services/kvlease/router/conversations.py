@@ -229,7 +229,7 @@ class ConversationTable:
                     self._record_of_leaf[record.chain_keys[-1]] = record.lease_id
 
     def _forget_record(self, gone: LeaseRecord) -> None:
-        if self._renewals.belief(self._clock.now_s(), gone.lease_id) in (Belief.HELD, Belief.PENDING):
+        if self._is_live(gone.lease_id):
             # A lease whose end was understood before keeps its reason: the record follows.
             self._renewals.lose(gone.lease_id, MissReason.UNKNOWN)
         self._lead_away(gone.lease_id)
@@ -246,14 +246,18 @@ class ConversationTable:
             del self._record_of_leaf[record.chain_keys[-1]]
 
     def _has_live_lease(self, conversation: Conversation) -> bool:
-        if conversation.lease is None:
-            return False
-        belief = self._renewals.belief(self._clock.now_s(), conversation.lease.lease_id)
-        return belief in (Belief.HELD, Belief.PENDING)
+        return conversation.lease is not None and self._is_live(conversation.lease.lease_id)
+
+    def _is_live(self, lease_id: int) -> bool:
+        return self._renewals.belief(self._clock.now_s(), lease_id) in (Belief.HELD, Belief.PENDING)
 
     def _adopt(self, record: LeaseRecord) -> ConversationLease:
-        """Takes over a lease that another router granted; nothing is believed of it before an ack."""
-        self._renewals.expect(self._clock.now_s(), record.lease_id, record.holder.engine_id)
+        """Takes over a lease that another router granted; nothing is believed of it before an ack.
+
+        One that is believed in already, as of another branch, goes on with its turns in flight.
+        """
+        if not self._is_live(record.lease_id):
+            self._renewals.expect(self._clock.now_s(), record.lease_id, record.holder.engine_id)
         leaf = Leaf(record.chain_keys)
         return ConversationLease(record.lease_id, record.holder, "", leaf, record.tokens)
 
