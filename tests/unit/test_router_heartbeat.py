@@ -110,6 +110,53 @@ async def test_a_broken_stream_is_opened_again_with_a_complete_beat(
     assert told == ({"the registry does not answer: broken"} if isinstance(fault, KvleaseError) else {None})
 
 
+class LingeringRegistry(StubRegistry):
+    """Its stream breaks at once, and takes its time to end.
+
+    Attributes:
+        ending: the stream is being ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ending = asyncio.Event()
+
+    @asynccontextmanager
+    async def renew(self) -> AsyncIterator[StubRenewals]:
+        yield LingeringRenewals(self)
+
+
+class LingeringRenewals(StubRenewals):
+    def __init__(self, registry: LingeringRegistry) -> None:
+        super().__init__(registry)
+        self._ending = registry.ending
+        self._received = asyncio.Event()
+
+    async def send(self, beat: Beat) -> None:
+        await self._received.wait()
+        raise HolderUnreachable("broken")
+
+    async def acks(self) -> AsyncIterator[BeatAck]:
+        try:
+            self._received.set()
+            await asyncio.Event().wait()
+            yield BeatAck(0)
+        finally:
+            self._ending.set()
+            await asyncio.sleep(0.01)
+
+
+async def test_a_heartbeat_that_is_told_to_stop_while_a_broken_stream_ends_stops(table: RenewalTable) -> None:
+    registry = LingeringRegistry()
+    task = asyncio.create_task(Heartbeat(table, registry, LoopClock(), LONG_S).run())
+    await registry.ending.wait()
+    task.cancel()
+    _, running = await asyncio.wait({task}, timeout=10.0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not running
+
+
 class SilentRegistry(StubRegistry):
     """Answers no beat of its first stream."""
 

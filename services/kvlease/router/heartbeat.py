@@ -1,7 +1,6 @@
 """The task that tells the registry, beat by beat, which leases and pins are to be renewed."""
 
 import asyncio
-import contextlib
 import logging
 
 from kvlease.core.clock import Clock
@@ -72,8 +71,9 @@ class Heartbeat:
             receiver.result()
         finally:
             receiver.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KvleaseError):
-                await receiver
+            await asyncio.wait({receiver})  # awaiting it would take a cancellation of ours for its own
+            if not receiver.cancelled():
+                receiver.exception()  # is told with what ended the loop
 
     async def _pause(self, woken: asyncio.Future[None], receiver: asyncio.Task[None]) -> None:
         """Until the next beat is due: an interval, less when woken.
