@@ -47,8 +47,8 @@ async def running_etcd(*arguments: str, port: int = 0) -> AsyncIterator[Embedded
 
 
 @asynccontextmanager
-async def store_over(options: EtcdOptions) -> AsyncIterator[EtcdStore]:
-    store = EtcdStore(options, watch_times=QUICK)
+async def store_over(options: EtcdOptions, times: WatchTimes = QUICK) -> AsyncIterator[EtcdStore]:
+    store = EtcdStore(options, watch_times=times)
     try:
         yield store
     finally:
@@ -116,7 +116,7 @@ async def test_a_stopped_etcd_costs_calls_their_deadline_and_the_watch_goes_on_a
         session = await patient.open_session(engine(), LONG_S)
         async with store_over(options_of(etcd, call_s=0.5)) as store, store.watch_leases() as batches:
             watcher = Watcher(batches)
-            assert await store.get_engine("engine-1") == engine()
+            assert await healed(lambda: store.get_engine("engine-1")) == engine()
             await stop_threads(etcd)
             async with asyncio.timeout(40 * 0.5):
                 with pytest.raises(StoreUnavailable, match="DEADLINE_EXCEEDED"):
@@ -194,7 +194,7 @@ async def test_a_session_that_was_lost_is_opened_again_with_all_records(loss: st
         raise AssertionError(f"{record.lease_id} was superseded")
 
     async with running_etcd() as etcd, store_over(options_of(etcd)) as store:
-        times = RecorderTimes(ttl_s=0.6, call_s=5.0, retry_s=0.05)
+        times = RecorderTimes(ttl_s=6.0, call_s=10.0, retry_s=0.05)
         recorder = EngineRecorder(store, engine(), times, LoopClock(), supersede, refuse)
         await recorder.open()
         recorder.put(lease(1), 0)
@@ -237,7 +237,7 @@ async def test_a_thousand_records_are_purged_within_etcds_limits_of_a_transactio
 
 async def test_a_burst_of_deletions_in_one_revision_is_one_batch() -> None:
     count = 15_000  # more than one page of a snapshot, and a message of 690 kB
-    async with running_etcd() as etcd, store_over(options_of(etcd)) as store:
+    async with running_etcd() as etcd, store_over(options_of(etcd), WatchTimes()) as store:
         client = EtcdClient(options_of(etcd))
         granted = await client.grant(600)
         records = {lease_key(lease_id): lease_value(lease(lease_id)) for lease_id in range(1, count + 1)}

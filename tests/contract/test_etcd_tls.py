@@ -84,7 +84,7 @@ async def test_the_store_follows_the_certificates_of_tls_dir_without_a_restart(t
     )
     await etcd.start()
     settings = RegistryConfig(
-        etcd_endpoints=f"https://{etcd.endpoint}", tls_dir=str(own), store_call_s=2.0, etcd_accept_old=True
+        etcd_endpoints=f"https://{etcd.endpoint}", tls_dir=str(own), store_call_s=5.0, etcd_accept_old=True
     )
     settings.validate()
     store = make_store(settings)

@@ -17,6 +17,8 @@ from stubs.records import engine, lease
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG_S = 600.0
+SHORT_S = 4.0
+"""Two leases are recorded within it."""
 QUEUE_MAX = 4
 
 
@@ -66,7 +68,7 @@ async def test_an_engine_id_under_another_boot_id_is_refused_even_after_its_sess
 
 
 async def test_a_session_that_is_not_renewed_vanishes_with_everything_in_it(store: Store) -> None:
-    session = await store.open_session(engine(), 0.05)
+    session = await store.open_session(engine(), SHORT_S)
     await session.record_lease(lease(1, b"a"), 0)
     await session.record_lease(lease(2, b"b"), 0)
     async with store.watch_leases() as batches:

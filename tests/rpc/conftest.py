@@ -94,7 +94,11 @@ class Fleet:
     async def start(self) -> None:
         # What a busy machine answers late is no miss here: only silence ends these calls.
         config = RegistryConfig(
-            listen="127.0.0.1:0", stop_grace_s=0.0, renewal_spacing_s=0.0, sidecar_call_s=5.0
+            listen="127.0.0.1:0",
+            stop_grace_s=0.0,
+            renewal_spacing_s=0.0,
+            sidecar_call_s=5.0,
+            renew_call_s=4.5,
         )
         self.registry_server = RegistryServer(config, self.store, LoopClock())
         await self.registry_server.start()

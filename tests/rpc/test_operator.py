@@ -282,7 +282,7 @@ async def test_the_doctor_connects_to_side_channels(fleet: Fleet, run: Run) -> N
         port = server.sockets[0].getsockname()[1]
         location = KvLocation("127.0.0.1", port)
         await fleet.connector(await fleet.sidecar(), facts("decode-1", location=location))
-        _, found = await findings(run, fleet)
+        _, found = await findings(run, fleet, "--timeout-s", "15")
     assert found["side_channel", "decode decode-1"]["verdict"] == "ok"
     assert found["roles", "fleet"]["text"].startswith("no prefill engine")
 

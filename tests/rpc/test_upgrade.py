@@ -158,6 +158,7 @@ async def test_a_registry_and_a_sidecar_of_which_either_is_the_version_before(fl
             role=EngineRole.DECODE,
             pin_call_s=3.0,
             peer_call_s=4.0,
+            holder_call_s=4.0,
         )
         sidecar = SidecarServer(config, fleet.store, LoopClock())
         await sidecar.start()
