@@ -23,25 +23,28 @@ async def kvlease(*arguments: str) -> tuple[int, Any, str]:
     return process.returncode, json.loads(output or b"null"), errors.decode()
 
 
-async def test_a_healthy_pair_has_no_problem_and_its_facts_are_told(pair: Pair) -> None:
-    assert pair.stack.registry is not None
-    registry = ("--registry", pair.stack.registry.address)
-    status, engines, errors = await kvlease("engines", *registry)
-    assert status == 0, errors
-    assert {engine["role"] for engine in engines} == {"prefill", "decode"}
+async def until_well(*arguments: str) -> Any:
+    """What a command prints once it finds no problem: an engine that has just started may be slow to answer."""
     seen: list[Any] = []
 
-    async def is_healthy() -> bool:
-        """An engine that has just started may take a while to answer its first question."""
-        status, findings, errors = await kvlease("doctor", *registry)
-        seen[:] = [errors, findings]
+    async def is_well() -> bool:
+        status, document, errors = await kvlease(*arguments)
+        seen[:] = [errors, document]
         return status == 0
 
     try:
-        await eventually(is_healthy, "doctor finds no problem")
+        await eventually(is_well, f"{arguments[0]} finds no problem")
     except AssertionError:
         raise AssertionError(seen) from None
-    _, findings = seen
+    return seen[1]
+
+
+async def test_a_healthy_pair_has_no_problem_and_its_facts_are_told(pair: Pair) -> None:
+    assert pair.stack.registry is not None
+    registry = ("--registry", pair.stack.registry.address)
+    engines = await until_well("engines", *registry)
+    assert {engine["role"] for engine in engines} == {"prefill", "decode"}
+    findings = await until_well("doctor", *registry)
     facts = {finding["check"]: finding["text"] for finding in findings}
     assert facts["versions"].startswith("every engine runs vLLM 0.")
     assert facts["nixl_backend"] == "NIXL uses UCX"

@@ -203,8 +203,11 @@ async def at_prefill(pair: Pair, messages: list[dict[str, Any]]) -> Completion:
 
 
 async def test_a_killed_decode_engine_loses_its_leases_and_its_successor_serves(pair: Pair) -> None:
+    # An engine that was stopped for long may still be on its way back to its sidecar.
+    await eventually(lambda: pair.is_registered(DECODE), "the decode engine is registered")
     messages = history("killed")
     first = await pair.turn(messages, "killed")
+    assert first.record["lease_id"]
     engine = pair.engine(DECODE)
     await engine.kill()
 
