@@ -1,5 +1,6 @@
 """Reuse can be off, only verified, or on, by model and tenant, without a restart."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from kvlease.core.turn import TurnParams, TurnReport
 from stubs.engines import Received, StubEngine
 from stubs.router import FIRST, Stack, said
 from stubs.waiting import eventually
+
+OTHER_DUTIES_S = 1.0
+"""What the router gives other duties."""
 
 
 @pytest.fixture
@@ -128,3 +132,27 @@ async def test_verify_only_compares_a_sample_of_turns_with_cold_runs(
     assert len(salts) == (2 if outcome == "not_reused" else 3)
     assert salts[-1] != salts[0] or outcome == "not_reused"
     assert (await stack.chat(FIRST)).status == 200
+
+
+async def test_an_audit_may_take_longer_than_other_duties_and_ends_with_the_router(
+    stack: Stack, prefill: StubEngine, decode: StubEngine, rules: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write(rules, '[[rule]]\nreuse = "verify-only"\n')
+    await eventually(lambda: "file loaded" in caplog.text)
+
+    async def answer_slowly(request: web.Request, received: Received) -> web.StreamResponse:
+        read = received.orders is not None and received.orders.get("read") is not None
+        if read:
+            await asyncio.sleep(OTHER_DUTIES_S + 0.1)
+        elif len(prefill.received) > 1:
+            await asyncio.Event().wait()
+        prefill.report = TurnReport(200, 0, 192 if read else 0, 0, "read", kept_tokens=200)
+        return await prefill.answer(request, received)
+
+    prefill.script = answer_slowly
+    assert (await stack.chat(FIRST)).status == 200
+    await eventually(lambda: len(prefill.received) == 3)
+    async with asyncio.timeout(60):
+        await stack.router.stop()
+        await prefill.aborted.wait()

@@ -53,7 +53,8 @@ class Auditor:
         if reader is None:
             return
         self._next_s = now_s + interval_s
-        services.background.run(self._audit(turn, reader))
+        # Nobody renews its pin.
+        services.background.run(self._audit(turn, reader), services.policy.reservation_s)
 
     def _reader(self, turn: Turn) -> Engine | None:
         """A prefill engine; another than the turn's, whose own cache would have the prompt, if there is one."""

@@ -13,7 +13,7 @@ class Background:
 
     Args:
         duties_max: calls at once.
-        duty_timeout_s: bound of one call.
+        duty_timeout_s: bound of one call that brings none of its own.
     """
 
     def __init__(self, duties_max: int = 1024, duty_timeout_s: float = 1.0) -> None:
@@ -22,24 +22,27 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
 
-    def run(self, duty: Coroutine[Any, Any, object]) -> None:
+    def run(self, duty: Coroutine[Any, Any, object], timeout_s: float | None = None) -> None:
         """Starts a duty, or drops it at the bound."""
         if len(self._tasks) >= self._duties_max:
             duty.close()
             self.dropped += 1
             return
-        task = asyncio.create_task(self._bounded(duty))
+        task = asyncio.create_task(self._bounded(duty, timeout_s or self._duty_timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Waits for the duties that run; their own bound makes this short."""
+        """Waits for the duties that run, as long as one may take, and ends those that may take longer."""
         if self._tasks:
-            await asyncio.wait(set(self._tasks))
+            _, longer = await asyncio.wait(set(self._tasks), timeout=self._duty_timeout_s)
+            for task in longer:
+                task.cancel()
+            await asyncio.gather(*longer, return_exceptions=True)
 
-    async def _bounded(self, duty: Coroutine[Any, Any, object]) -> None:
+    async def _bounded(self, duty: Coroutine[Any, Any, object], timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(self._duty_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await duty
         except Exception as error:  # best effort: its failure must not end anything else
             log.info("a duty after a turn failed", extra={"error": type(error).__name__})
