@@ -30,7 +30,7 @@ from kvlease_vllm.metadata import GivenUp, KvleaseWorkerMetadata, WorkerOrders
 from kvlease_vllm.notifications import PIN_PREFIX
 from kvlease_vllm.quarantine import Quarantine
 from kvlease_vllm.reader import Read, Reads, Stage
-from kvlease_vllm.room import Room
+from kvlease_vllm.room import make_room
 from kvlease_vllm.service import SidecarService
 from kvlease_vllm.settings import ConnectorSettings
 from kvlease_vllm.tracing import RequestTraces, note_verified
@@ -107,7 +107,7 @@ class SchedulerHalf:
             pin_wait_s=settings.pin_wait_s,
             now_s=awake_s,
         )
-        self._room = Room(self._block_size)
+        self._room = make_room(vllm_config, kv_cache_config.num_blocks)
         self._root_model = f"{vllm_config.model_config.model}@{vllm_config.model_config.revision}"
         self._turns: dict[str, Turn] = {}
         self._orders = WorkerOrders()
@@ -196,8 +196,7 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to READ beyond those computed, or None for "later". At most one READ per request."""
-        missing = self._room.whole_need(request) - num_computed_tokens // self._block_size
-        self._holder.make_free(missing + len(self._scheduled))
+        self._holder.make_free(self._room.to_admit(request, num_computed_tokens) + len(self._scheduled))
         read = self._reads.get(request.request_id)
         turn = self._turns.get(request.request_id)
         if turn is not None and not request.num_preemptions and not turn.read_tokens:

@@ -38,3 +38,16 @@ def test_a_begun_prompt_needs_what_it_lacks_until_it_is_computed() -> None:
     assert room.needed({"a": 24}) == 1
     request.num_computed_tokens = 41
     assert room.needed({"a": 1}) == 1
+
+
+def test_what_vllm_keeps_free_counts_while_a_request_waits_or_is_begun() -> None:
+    room = Room(4, ahead_tokens=5, spare_blocks=7)
+    request: Any = FakeRequest("a", 15)
+    assert room.needed({"x": 1}) == 1
+    assert room.to_admit(request, computed_tokens=8) == 4 + 2 - 2 + 7
+    room.arrived(request)
+    assert room.needed({"x": 1}) == 1 + 4 + 2 + 7
+    room.admitted(request)
+    assert room.needed({"x": 1}) == 1 + 4 + 2 + 7
+    request.num_computed_tokens = 15
+    assert room.needed({"x": 1}) == 1

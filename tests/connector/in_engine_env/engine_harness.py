@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.sampling_params import SamplingParams
@@ -360,6 +368,8 @@ def make_harness(
     ranks: int = 1,
     batched_tokens: int = 2048,
     asynchronous: bool = False,
+    watermark: float = 0.0,
+    speculative_tokens: int = 0,
     **settings: Any,
 ) -> Harness:
     """A scheduler whose connector is ours, on `blocks` blocks of 16 tokens (one of them is vLLM's null block)."""
@@ -368,6 +378,15 @@ def make_harness(
     monkeypatch.setattr(connector_scheduler, "awake_s", clock.now_s)
     init_none_hash(sha256)
     config = make_config(ranks, batched_tokens, asynchronous, **settings)
+    config.scheduler_config.watermark = watermark
+    if speculative_tokens:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=speculative_tokens,
+            prompt_lookup_max=4,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     scheduler_class = AsyncScheduler if asynchronous else Scheduler

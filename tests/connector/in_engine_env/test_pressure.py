@@ -25,6 +25,14 @@ def retain(engine: Harness, lease_id: int, blocks: int, supersedes: int = 0) -> 
     assert engine.hold(lease_id) is not None
 
 
+def retain_beside(engine: Harness, lease_id: int, blocks: int) -> None:
+    """The same while another request is being read for."""
+    orders = turn(keep_order=keep(lease_id, duration_s=600))
+    engine.add(make_request(f"keep{lease_id}", prompt(blocks * BLOCK, start=lease_id), orders, max_tokens=2))
+    while engine.hold(lease_id) is None:
+        engine.step()
+
+
 def branch(engine: Harness, lease_id: int) -> None:
     """Another turn on the first conversation's blocks, which retains just these."""
     orders = turn(keep_order=keep(lease_id, duration_s=600))
@@ -126,6 +134,56 @@ def test_a_request_that_goes_on_after_its_read_is_not_starved(monkeypatch: pytes
     engine.finish_reads()
     engine.run(20)
     assert engine.reports["a"]["read_tokens"] == 10 * BLOCK
+
+
+def test_leases_go_where_vllm_keeps_blocks_free_beside_what_a_request_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_harness(monkeypatch, watermark=0.25)
+    retain(engine, 1, 15)
+    retain(engine, 2, 15)
+    engine.add(make_request("runs", prompt(BLOCK, start=50), max_tokens=100))
+    engine.step()
+    assert held(engine) == {1, 2}
+    # 31 blocks are free, which are enough for its 20 but for the 16 that vLLM keeps free while another one runs.
+    engine.add(make_request("big", prompt(20 * BLOCK, start=51), max_tokens=2))
+    assert engine.schedule().num_scheduled_tokens["big"] == 20 * BLOCK
+    assert held(engine) == {2}
+
+
+def test_a_request_that_goes_on_after_its_read_finds_what_vllm_keeps_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_harness(monkeypatch, watermark=0.25)
+    tokens = prompt(20 * BLOCK, start=50)
+    engine.add(make_request("a", tokens, turn(read())))
+    engine.answer(engine.pinned(tokens[: 10 * BLOCK]))
+    engine.step()
+    retain_beside(engine, 1, 15)
+    retain_beside(engine, 2, 15)
+    engine.add(make_request("runs", prompt(BLOCK, start=51), max_tokens=100))
+    engine.step()
+    engine.finish_reads()
+    engine.step()
+    assert "a" in engine.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("tokens", [32 * BLOCK + 1, 33 * BLOCK - 1])
+def test_leases_go_where_vllm_wants_blocks_to_speculate_into_before_it_reads(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    engine = make_harness(monkeypatch, speculative_tokens=BLOCK)
+    retain(engine, 1, 30)
+    engine.step()
+    assert engine.free == 33
+    ids = prompt(tokens, start=50)
+    engine.add(make_request("reads", ids, turn(read())))
+    engine.answer(engine.pinned(ids[: 32 * BLOCK]))
+    engine.step()
+    engine.finish_reads()
+    engine.run()
+    assert engine.reports["reads"]["read_tokens"] == 32 * BLOCK
+    assert held(engine) == set()
 
 
 def test_the_budget_bounds_what_is_retained(monkeypatch: pytest.MonkeyPatch) -> None:
