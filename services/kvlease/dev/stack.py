@@ -36,6 +36,9 @@ PIN_CALL_S = 5.0
 STORE_CALL_S = 3.0
 """For the same reason."""
 
+ENGINE_TTL_S = 30.0
+"""For the same reason: a sidecar that does not run for seconds is not gone."""
+
 
 class StackError(RuntimeError):
     """The system did not come up; the message says which part and why."""
@@ -176,6 +179,7 @@ class Stack:
             socket_dir=str(seat.socket_dir),
             role=seat.role,
             engine_url=f"http://127.0.0.1:{seat.port}",
+            engine_ttl_s=ENGINE_TTL_S,
             pin_call_s=self._plan.pin_call_s,
             peer_call_s=2 * self._plan.pin_call_s,
             holder_call_s=2 * self._plan.pin_call_s,
