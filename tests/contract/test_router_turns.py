@@ -3,12 +3,14 @@
 import asyncio
 from dataclasses import replace
 
+import grpc.aio
 import pytest
 from aiohttp import web
 
 from kvlease.core.conversation import tenant_digest
 from kvlease.core.lease import MissReason
 from kvlease.core.turn import TurnReport
+from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from stubs.engines import MODEL, Received, StubEngine
 from stubs.router import FIRST, LONG, Stack, orders, said
 from stubs.waiting import eventually
@@ -184,8 +186,22 @@ async def test_the_same_turn_twice_at_once_leaves_one_lease(
     await eventually(lambda: stack.registry.released == [int(left, 16)])
 
 
+async def let_go(stack: Stack, conversation_id: str, way: str) -> bool:
+    """Whether a lease of the conversation was held until it was released, over HTTP or gRPC."""
+    if way == "http":
+        path = f"/v1/kvlease/conversations/{conversation_id}/release"
+        return (await stack.send("POST", path)).json["released"]
+    async with grpc.aio.insecure_channel(stack.router.grpc_address) as channel:
+        stub = routing_pb2_grpc.RoutingServiceStub(channel)
+        ask = routing_pb2.ReleaseConversationRequest(
+            tenant=tenant_digest("anonymous"), conversation_id=conversation_id
+        )
+        return (await stub.ReleaseConversation(ask, timeout=60)).released
+
+
+@pytest.mark.parametrize("way", ["http", "grpc"])
 async def test_two_turns_under_one_id_at_once_keep_a_lease_each_until_it_is_let_go(
-    stack: Stack, prefill: StubEngine, decode: StubEngine
+    stack: Stack, prefill: StubEngine, decode: StubEngine, way: str
 ) -> None:
     await stack.chat(FIRST, conversation_id="c")
     together = await asyncio.gather(
@@ -196,8 +212,9 @@ async def test_two_turns_under_one_id_at_once_keep_a_lease_each_until_it_is_let_
     assert len(leases) == 2
     await eventually(lambda: leases <= set(stack.registry.confirmed))
     assert stack.registry.released == []
-    assert (await stack.send("POST", "/v1/kvlease/conversations/c/release")).json["released"] is True
+    assert await let_go(stack, "c", way)
     assert set(stack.registry.released) == leases
+    assert not await let_go(stack, "c", way)
 
 
 async def test_tenants_share_neither_conversations_nor_salts(

@@ -311,6 +311,27 @@ def test_the_record_of_a_lease_that_was_superseded_here_leads_nobody_to_it(world
     assert (7, "d") in world.table.release_tenant(TENANT)
 
 
+def test_the_record_of_a_lease_that_was_released_here_leads_nobody_to_it(world: World) -> None:
+    first_turn(world)
+    key = conversation_key(TENANT, "c")
+    world.table.apply(Batch((Change(lease_record(7, key)),), snapshot=True))
+    conversation = world.table.find(TENANT, "c")
+    assert conversation is not None
+    assert world.table.release(conversation) is not None
+    assert world.table.find(TENANT, "c") is conversation
+    assert not world.table.keep_live(conversation, 60.0)
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.FIRST_TURN
+
+
+def test_nobody_is_led_to_what_a_tenant_has_released(world: World) -> None:
+    key = conversation_key(TENANT, "c")
+    world.table.apply(Batch((Change(lease_record(9, key)),), snapshot=True))
+    assert world.table.release_tenant(TENANT) == [(9, "d")]
+    assert world.table.find(TENANT, "c") is None
+    world.table.apply(Batch((Change(lease_record(9, key)),), snapshot=True))
+    assert world.signal(world.table.open(request(NEXT, "c"))) is PlanReason.FIRST_TURN
+
+
 def test_the_least_recent_conversation_is_forgotten_at_the_bound(world: World) -> None:
     for name in ("a", "b", "c", "a", "d"):
         world.table.close(world.table.open(request([USER], name)))

@@ -13,7 +13,7 @@ from kvlease.router.answers import Refused, json_answer
 from kvlease.router.client import BodyBounds, read_body
 from kvlease.router.conversation import Conversation, TurnRecord
 from kvlease.router.conversations import ConversationTable
-from kvlease.router.purge import release_tenant
+from kvlease.router.purge import release_conversation, release_tenant
 from kvlease.router.turn import TurnServices
 from kvlease.runtime.authorization import AUDIT_LOG
 
@@ -60,9 +60,7 @@ class ConversationApi:
         conversation = self._find(request)
         raw = await read_body(request, self._body_bounds)
         duration_s = _duration_s(raw, self._services.policy.gap_cap_s)
-        table = self._services.conversations
-        kept = [table.keep_live(leaf, duration_s) for leaf in table.leaves(conversation)]
-        live = any(kept)
+        live = self._services.conversations.keep_all_live(conversation, duration_s)
         if live:
             self._services.heartbeat.wake()
         return json_answer({"conversation_id": conversation.conversation_id, "live": live})
@@ -70,14 +68,7 @@ class ConversationApi:
     async def _release(self, request: web.Request) -> web.StreamResponse:
         """The client is done with its conversation: its leases end at their holders at once."""
         conversation = self._find(request)
-        released = False
-        for leaf in self._services.conversations.leaves(conversation):
-            lease = self._services.conversations.release(leaf)
-            if lease is not None:
-                miss = await self._services.registry.release(
-                    lease.lease_id, lease.holder.engine_id, conversation.tenant
-                )
-                released = released or miss is None
+        released = await release_conversation(self._services, conversation)
         return json_answer({"conversation_id": conversation.conversation_id, "released": released})
 
     async def _release_tenant(self, request: web.Request) -> web.StreamResponse:

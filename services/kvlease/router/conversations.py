@@ -28,8 +28,9 @@ from kvlease.store.port import Batch
 LEAVES_MAX = 16
 """Leaves under one id that a client gave: sub-agents at work beside their parent, branches, best of several."""
 
-SUPERSEDED_MAX = 10_000
-"""Leases that gave way to others here and are not found by their records, at least: those trail by seconds."""
+GIVEN_UP_MAX = 10_000
+"""Leases that gave way to others here, or were released, and are not found by their records, at least: those trail by
+seconds."""
 
 
 class ConversationTable:
@@ -55,7 +56,7 @@ class ConversationTable:
         self._records: dict[int, LeaseRecord] = {}
         self._record_of_key: dict[bytes, int] = {}
         self._record_of_leaf: dict[int, int] = {}
-        self._superseded = Recent[int, bool](SUPERSEDED_MAX)
+        self._given_up = Recent[int, bool](GIVEN_UP_MAX)
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -130,9 +131,7 @@ class ConversationTable:
         self._renewals.expect(self._clock.now_s(), lease_id, holder.engine_id)
         if previous is None:
             return None
-        self._renewals.drop(previous.lease_id)
-        self._superseded.put(previous.lease_id, True)
-        self._lead_away(previous.lease_id)
+        self._give_up(previous.lease_id)
         superseded = previous.lease_id == turn.supersedes and previous.holder.engine_id == holder.engine_id
         return None if superseded else previous
 
@@ -176,11 +175,16 @@ class ConversationTable:
         now_s = self._clock.now_s()
         return lease is not None and self._renewals.keep_live(now_s, lease.lease_id, duration_s)
 
+    def keep_all_live(self, conversation: Conversation, duration_s: float) -> bool:
+        """The same for all that goes under the conversation's id. False when none of it has a lease to keep."""
+        kept = [self.keep_live(leaf, duration_s) for leaf in self.leaves(conversation)]
+        return any(kept)
+
     def release(self, conversation: Conversation) -> ConversationLease | None:
         """Forgets the conversation's lease; the lease to release at its holder."""
         lease, conversation.lease = conversation.lease, None
         if lease is not None:
-            self._renewals.drop(lease.lease_id)
+            self._give_up(lease.lease_id)
         return lease
 
     def release_tenant(self, tenant: str) -> list[tuple[int, str]]:
@@ -190,6 +194,8 @@ class ConversationTable:
             for record in self._records.values()
             if record.tenant == tenant
         }
+        for lease_id in engine_of:
+            self._give_up(lease_id)
         for conversation in self._conversations.values():
             lease = self.release(conversation) if conversation.tenant == tenant else None
             if lease is not None:
@@ -210,7 +216,7 @@ class ConversationTable:
         """Takes what the watch tells of leases.
 
         A record that is absent from a snapshot proves nothing, since records trail their leases; one that is
-        said to be gone has ended, and one of a lease that gave way to another here is about to go.
+        said to be gone has ended, and one of a lease that was given up here is about to go.
         """
         if batch.snapshot:
             self._records.clear()
@@ -223,7 +229,7 @@ class ConversationTable:
                 continue
             self._renewals.revive(self._clock.now_s(), record.lease_id)
             self._records[record.lease_id] = record
-            if not self._superseded.get(record.lease_id):
+            if not self._given_up.get(record.lease_id):
                 self._record_of_key[record.conversation_key] = record.lease_id
                 if record.chain_keys:
                     self._record_of_leaf[record.chain_keys[-1]] = record.lease_id
@@ -234,6 +240,11 @@ class ConversationTable:
             self._renewals.lose(gone.lease_id, MissReason.UNKNOWN)
         self._lead_away(gone.lease_id)
         self._records.pop(gone.lease_id, None)
+
+    def _give_up(self, lease_id: int) -> None:
+        self._renewals.drop(lease_id)
+        self._given_up.put(lease_id, True)
+        self._lead_away(lease_id)
 
     def _lead_away(self, lease_id: int) -> None:
         """No request is led to a lease by its record any more."""

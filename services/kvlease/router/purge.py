@@ -1,11 +1,24 @@
-"""Ends everything that one tenant keeps in the engines."""
+"""Ends everything that a conversation, or a whole tenant, keeps in the engines."""
 
 import asyncio
 
+from kvlease.router.conversation import Conversation
 from kvlease.router.turn import TurnServices
 
 RELEASES_AT_ONCE = 64
 """Releases in flight: a purge of many leases must not hold up the pins of others at the registry."""
+
+
+async def release_conversation(services: TurnServices, conversation: Conversation) -> bool:
+    """Releases the leases of all that goes under a conversation's id; whether one of them was held until then."""
+    table, released = services.conversations, False
+    leases = [table.release(leaf) for leaf in table.leaves(conversation)]
+    for lease in leases:
+        if lease is not None:
+            engine_id = lease.holder.engine_id
+            miss = await services.registry.release(lease.lease_id, engine_id, conversation.tenant)
+            released = released or miss is None
+    return released
 
 
 async def release_tenant(services: TurnServices, tenant: str) -> int:

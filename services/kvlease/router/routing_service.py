@@ -7,7 +7,7 @@ import grpc.aio
 from kvlease.core.errors import InvalidArgument
 from kvlease.core.signals import TurnPath
 from kvlease.router.conversation import Conversation, TurnRecord
-from kvlease.router.purge import release_tenant
+from kvlease.router.purge import release_conversation, release_tenant
 from kvlease.router.turn import TurnServices
 from kvlease.v1 import routing_pb2, routing_pb2_grpc
 from kvlease.wire.values import duration_from_wire, duration_to_wire
@@ -28,7 +28,6 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
         self._services = services
         self._conversations = services.conversations
         self._heartbeat = services.heartbeat
-        self._registry = services.registry
 
     async def GetConversation(
         self, request: routing_pb2.GetConversationRequest, context: Context
@@ -38,15 +37,16 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
         if found is None:
             return routing_pb2.GetConversationResponse(known=False)
         turns = [_turn_to_wire(record) for record in found.turns]
-        return routing_pb2.GetConversationResponse(turns=turns, known=True, lease=self._lease_of(found))
+        current = self._conversations.leaves(found)[-1]
+        return routing_pb2.GetConversationResponse(turns=turns, known=True, lease=self._lease_of(current))
 
     async def RenewConversation(
         self, request: routing_pb2.RenewConversationRequest, context: Context
     ) -> routing_pb2.RenewConversationResponse:
-        """Keeps the conversation's lease alive for a while."""
+        """Keeps the conversation's leases alive for a while."""
         found = self._conversations.find(request.tenant, request.conversation_id)
         duration_s = duration_from_wire(request.duration)
-        live = found is not None and self._conversations.keep_live(found, duration_s)
+        live = found is not None and self._conversations.keep_all_live(found, duration_s)
         if live:
             self._heartbeat.wake()
         return routing_pb2.RenewConversationResponse(live=live)
@@ -54,13 +54,10 @@ class RoutingServicer(routing_pb2_grpc.RoutingServiceServicer):
     async def ReleaseConversation(
         self, request: routing_pb2.ReleaseConversationRequest, context: Context
     ) -> routing_pb2.ReleaseConversationResponse:
-        """Releases the conversation's lease at its holder."""
+        """Releases the conversation's leases at their holders."""
         found = self._conversations.find(request.tenant, request.conversation_id)
-        lease = self._conversations.release(found) if found is not None else None
-        if lease is None:
-            return routing_pb2.ReleaseConversationResponse(released=False)
-        miss = await self._registry.release(lease.lease_id, lease.holder.engine_id, request.tenant)
-        return routing_pb2.ReleaseConversationResponse(released=miss is None)
+        released = found is not None and await release_conversation(self._services, found)
+        return routing_pb2.ReleaseConversationResponse(released=released)
 
     async def ReleaseTenant(
         self, request: routing_pb2.ReleaseTenantRequest, context: Context
