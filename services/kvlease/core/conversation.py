@@ -51,6 +51,11 @@ def _salt(tenant: str, client_salt: str) -> str:
     return _digest(b"kvlease-salt", 16, tenant.encode(), client_salt.encode()).hex()
 
 
+def media_name(tenant: str, name: str) -> str:
+    """What engines call an image to which a client gave a name, so that tenants do not mean one by the same."""
+    return _digest(b"kvlease-media", 16, tenant.encode(), name.encode()).hex()
+
+
 def conversation_key(tenant: str, conversation_id: str) -> bytes:
     """16 bytes that identify a conversation of a tenant."""
     return _digest(b"kvlease-conv", 16, tenant.encode(), conversation_id.encode())

@@ -20,6 +20,7 @@ from kvlease.router.apis.responses import ResponsesDialect
 from kvlease.router.dialect import Api as Api
 from kvlease.router.dialect import Dialect, encode, encode_answer, parse_engine_json, text_of
 from kvlease.router.identity import CONVERSATION_FIELD, conversation_id_of
+from kvlease.router.media import keep_media_apart
 from kvlease.router.nonces import has_nonce, strip_nonce
 from kvlease.router.reserved import KV_FIELD, strip_reserved
 from kvlease.router.responses import ResponseStore
@@ -128,6 +129,7 @@ def make_neutral(body: dict[str, Any], tenant: str, *, isolate: bool, pass_prior
         salt = body.get("cache_salt")
         client_salt = salt if isinstance(salt, str) else "" if salt is None else json.dumps(salt)
         body["cache_salt"] = cache_salt(tenant, client_salt)
+        keep_media_apart(body, tenant)
 
 
 def prefill_body(request: TurnRequest, params: TurnParams) -> bytes:
