@@ -317,6 +317,7 @@ async def test_json_is_json_whatever_a_client_calls_it(
         b"null",
         b'{"a": NaN}',
         b'{"messages": [{"content": "\\ud800"}]}',
+        b'{"cache_salt": "\\ud800"}',
         b'{"a": "\xff"}',
         b'{"a":' * 1000 + b"1" + b"}" * 1000,
         b"[" * 100_000,

@@ -182,8 +182,8 @@ async def passed_request(
         headers = {**headers, "Content-Type": request.headers["Content-Type"]}
         return PassedRequest(request.method, path + query, headers, raw, model)
     body = parse_object(raw)
-    make_neutral(body, tenant, isolate=isolate)
     try:
+        make_neutral(body, tenant, isolate=isolate)
         data = encode(body)
     except UnicodeEncodeError as error:
         raise InvalidArgument("the body holds text that is no valid Unicode") from error
