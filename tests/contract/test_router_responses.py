@@ -95,6 +95,19 @@ async def test_a_chain_of_previous_responses_keeps_the_whole_history(
     assert len(said) == 7
 
 
+async def test_a_response_with_the_id_of_the_one_before_it_has_no_history(
+    stack: Stack, prefill: StubEngine, decode: StubEngine
+) -> None:
+    first = await ask(stack)
+
+    async def answer_under_its_id(request: web.Request, received: Received) -> web.StreamResponse:
+        return web.json_response({**response("again", COUNTS), "id": first.json["id"]})
+
+    decode.script = answer_under_its_id
+    assert (await ask(stack, previous_response_id=first.json["id"])).status == 200
+    assert (await ask(stack, previous_response_id=first.json["id"])).status == 404
+
+
 async def test_an_unknown_previous_response_is_a_404_that_says_what_to_do(
     stack: Stack, prefill: StubEngine, decode: StubEngine
 ) -> None:

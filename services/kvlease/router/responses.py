@@ -73,11 +73,14 @@ class ResponseStore:
             self._bytes -= forgotten.size_bytes
 
     def history(self, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
-        """The items up to a response, its own output among them; None when a link of them is not known."""
+        """The items up to a response, its own output among them; None when a link of them is not known.
+
+        Nor is it where an engine gave a response the id of one that it follows.
+        """
         links: list[_Stored] = []
         while response_id:
             stored = self._stored.get((tenant, response_id))
-            if stored is None:
+            if stored is None or len(links) == len(self._stored):
                 return None
             self._stored.move_to_end((tenant, response_id))
             links.append(stored)
