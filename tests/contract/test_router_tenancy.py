@@ -123,11 +123,12 @@ async def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> Non
         assert one.engine.received[0].headers["Authorization"] == "Bearer sk-of-the-engine"
 
 
+@pytest.mark.parametrize("broken", ["sk-acme is no TOML", "x = " + "[" * 5000], ids=["no TOML", "deep"])
 async def test_a_changed_file_counts_without_a_restart_and_a_broken_one_changes_nothing(
-    keys: Path, caplog: pytest.LogCaptureFixture
+    keys: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     async with site(keys_file=str(keys), keys_poll_s=0.01) as one:
-        write(keys, "sk-acme is no TOML")
+        write(keys, broken)
         await eventually(lambda: "stays as it was read" in caplog.text)
         assert (await one.chat("sk-acme"))[0] == 200
         write(keys, entry("acme", "sk-rotated"))

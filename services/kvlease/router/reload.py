@@ -143,6 +143,8 @@ def _parsed(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
         return parse(text)
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{path}: nested too deeply") from error
 
 
 def _signature(path: Path) -> Signature | None:
