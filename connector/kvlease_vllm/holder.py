@@ -296,16 +296,16 @@ class BlockHolder:
 
     def _choose(self, idle: Sequence[Hold]) -> Hold | None:
         """The victim: one whose end frees a block if there is one, else one of those that only share blocks."""
+        by_worth, blocks = sorted(idle, key=self._worth), self._pool.blocks
+        for hold in by_worth:
+            # From the tail: what conversations share is their head, and a step waits for this.
+            if any(blocks[block].ref_cnt == 1 for block in reversed(hold.grant.block_ids)):
+                return hold
         keepers = Counter(block_id for hold in idle for block_id in hold.grant.block_ids)
-        alone: list[Hold] = []
-        together: list[Hold] = []
-        for hold in idle:
-            references = [(self._pool.blocks[block].ref_cnt, block) for block in hold.grant.block_ids]
-            if any(count == 1 for count, _ in references):
-                alone.append(hold)
-            elif any(count == keepers[block] for count, block in references):
-                together.append(hold)
-        return min(alone or together, key=self._worth, default=None)
+        for hold in by_worth:
+            if any(blocks[block].ref_cnt == keepers[block] for block in hold.grant.block_ids):
+                return hold
+        return None
 
     def _worth(self, hold: Hold) -> tuple[int, float]:
         """Place in the sidecar's order; what it has not ranked comes first, the earliest deadline foremost."""

@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from tests.connector.fake_pool import FakePool
+from tests.connector.fake_pool import FakeBlock, FakePool
 
 from kvlease.core.digests import BlockChain, ChainRoot, chain
 from kvlease.core.holding import Grant, HoldEvent, HoldLimits, PinAsk
@@ -264,6 +265,27 @@ def test_no_more_is_evicted_than_is_needed(bench: Bench) -> None:
     assert bench.holder.evictions == 1
     assert not bench.holder.make_free(bench.pool.get_num_free_blocks())
     assert bench.holder.evictions == 1
+
+
+def test_choosing_what_to_evict_looks_at_few_of_the_blocks_that_many_leases_share() -> None:
+    class Blocks(list[FakeBlock]):
+        looks = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            self.looks += 1
+            return super().__getitem__(place)
+
+    bench = Bench(budget=200)
+    bench.pool.blocks = blocks = Blocks(FakeBlock(block_id) for block_id in range(200))
+    bench.pool.num_gpu_blocks = 200
+    shared, leases, evicted = range(1, 101), 40, 5
+    for lease_id in range(1, leases + 1):
+        assert bench.grant(lease_id, *shared, 100 + lease_id)
+    blocks.looks = 0
+    assert bench.holder.make_free(bench.pool.get_num_free_blocks() + evicted)
+    assert bench.held() == list(range(evicted + 1, leases + 1))
+    given_back = evicted * (len(shared) + 1)
+    assert blocks.looks <= given_back + evicted * leases
 
 
 def test_evictions_are_counted_by_cause() -> None:
