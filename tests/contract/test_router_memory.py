@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvlease.router.client import HttpClient
 from stubs.engines import MODEL, Received, StubEngine, delta
 from stubs.router import FIRST, Stack, router_config
 from stubs.waiting import eventually
@@ -108,6 +109,26 @@ async def test_a_client_that_reads_nothing_more_keeps_its_place_no_longer_than_a
     assert (await stack.chat(FIRST)).status == 200
     async with asyncio.timeout(60):
         assert b'"turn_timeout"' in (await client.rest())[-200:]
+    client.close()
+
+
+@pytest.mark.parametrize("router_settings", [{**SHORT, **ONE_AT_A_TIME}], ids=["one at a time"])
+async def test_nor_does_one_that_takes_not_even_the_end_of_its_turn(
+    stack: Stack, decode: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_for_the_client(_client: HttpClient) -> None:
+        await asyncio.Event().wait()
+
+    Flood(decode)
+    client = SlowClient()
+    with monkeypatch.context() as patched:
+        patched.setattr(HttpClient, "end", wait_for_the_client)
+        await client.ask(stack)
+        decode.script = None
+        stack.router.reload(router_config(**ONE_AT_A_TIME))
+        assert (await stack.chat(FIRST)).status == 200
+    async with asyncio.timeout(60):
+        assert not (await client.rest()).endswith(b"0\r\n\r\n")
     client.close()
 
 

@@ -120,6 +120,9 @@ class Front:
             await self._runner.run(turn, head, client)
         except ConnectionError:
             log.info("the client left", extra={"request_id": head.request_id})
+        except TimeoutError:
+            log.info("the client takes no more of its answer", extra={"request_id": head.request_id})
+            client.leave()
         except Exception as error:
             log.exception("a turn failed", extra={"request_id": head.request_id})
             if client.response is not None and client.response.prepared:

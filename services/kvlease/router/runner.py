@@ -15,6 +15,7 @@ from kvlease.router.bodies import TurnRequest
 from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
 from kvlease.router.engines import NOTHING_CACHED
+from kvlease.router.in_flight import CUT_S
 from kvlease.router.ports import ClientPort
 from kvlease.router.prefill import PrefillLeg
 from kvlease.router.turn import (
@@ -50,7 +51,11 @@ class TurnRunner:
         self._decode = DecodeLeg(replace(services, engine_port=decode))
 
     async def run(self, request: TurnRequest, head: RequestHead, client: ClientPort) -> None:
-        """Answers the client, whatever happens. Cancelling it aborts both legs."""
+        """Answers the client, whatever happens. Cancelling it aborts both legs.
+
+        Raises:
+            TimeoutError: the turn's time was over, and the client did not take even that.
+        """
         with self._services.tracing.turn(head.engine_headers):
             try:
                 async with self._services.admission.admitted(request.tenant, request.model):
@@ -80,7 +85,8 @@ class TurnRunner:
             if turn is not None:
                 stops = services.in_flight.ending
                 told = (503, "the router stops") if stops else (504, "the turn took too long")
-                await broken(turn, *told)
+                async with asyncio.timeout(CUT_S):
+                    await broken(turn, *told)
         finally:
             services.conversations.close(opened)
             if turn is not None:
