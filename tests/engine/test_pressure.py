@@ -19,7 +19,7 @@ DECODE_BLOCKS = 90
 PREFILL_BLOCKS = 100
 RETAINED = 8
 PREEMPTIONS = "vllm:num_preemptions_total"
-PREEMPTIONS_TRIED_MAX = 5
+PREEMPTIONS_TRIED_MAX = 12
 
 
 @pytest.fixture(scope="module")
