@@ -21,10 +21,6 @@ class BodyBounds:
     whole_s: float
 
 
-class ClientStalled(Exception):
-    """A client takes nothing more of an answer that has begun."""
-
-
 class HttpClient:
     """The `ClientPort` of one request."""
 

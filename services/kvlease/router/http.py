@@ -17,13 +17,14 @@ from kvlease.router.answers import (
     request_id_of,
 )
 from kvlease.router.bodies import Reading, TurnRequest, parse_turn
-from kvlease.router.client import BodyBounds, ClientStalled, HttpClient, read_body
+from kvlease.router.client import BodyBounds, HttpClient, read_body
 from kvlease.router.conversation_api import ConversationApi
 from kvlease.router.dialect import Api, text_of
 from kvlease.router.headers import CLIENTS_CREDENTIALS, EngineCredentials, engine_headers
 from kvlease.router.identity import SESSION_HEADERS, header_id
 from kvlease.router.models import Models
 from kvlease.router.passing import PassThrough, passed_request
+from kvlease.router.ports import ClientStalled
 from kvlease.router.response_api import ResponseApi
 from kvlease.router.runner import TurnRunner
 from kvlease.router.turn import RequestHead, TurnServices
@@ -120,7 +121,7 @@ class Front:
             await self._runner.run(turn, head, client)
         except ConnectionError:
             log.info("the client left", extra={"request_id": head.request_id})
-        except TimeoutError:
+        except ClientStalled:
             log.info("the client takes no more of its answer", extra={"request_id": head.request_id})
             client.leave()
         except Exception as error:

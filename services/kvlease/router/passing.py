@@ -16,11 +16,11 @@ from kvlease.core.records import Engine
 from kvlease.core.signals import EngineSignal
 from kvlease.router.answers import Refused
 from kvlease.router.bodies import make_neutral, parse_object
-from kvlease.router.client import BodyBounds, ClientStalled, HttpClient, read_body
+from kvlease.router.client import BodyBounds, HttpClient, read_body
 from kvlease.router.dialect import encode, text_of
 from kvlease.router.engines import EngineTable
 from kvlease.router.headers import answer_headers
-from kvlease.router.ports import EnginePort, EngineReply, LegError
+from kvlease.router.ports import ClientStalled, EnginePort, EngineReply, LegError
 from kvlease.router.reserved import RESERVED_FIELDS
 
 KNOWN_PATHS = frozenset(

@@ -124,6 +124,10 @@ class EnginePort(Protocol):
         ...
 
 
+class ClientStalled(Exception):
+    """A client takes nothing more of an answer that has begun."""
+
+
 class ClientPort(Protocol):
     """The client of one turn. Writing waits while the client is slow."""
 

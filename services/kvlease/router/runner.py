@@ -16,7 +16,7 @@ from kvlease.router.conversation import OpenTurn, TurnRecord
 from kvlease.router.decode import DecodeLeg
 from kvlease.router.engines import NOTHING_CACHED
 from kvlease.router.in_flight import CUT_S
-from kvlease.router.ports import ClientPort
+from kvlease.router.ports import ClientPort, ClientStalled
 from kvlease.router.prefill import PrefillLeg
 from kvlease.router.turn import (
     PinnedLease,
@@ -54,7 +54,7 @@ class TurnRunner:
         """Answers the client, whatever happens. Cancelling it aborts both legs.
 
         Raises:
-            TimeoutError: the turn's time was over, and the client did not take even that.
+            ClientStalled: the turn's time was over, and the client did not take even that.
         """
         with self._services.tracing.turn(head.engine_headers):
             try:
@@ -85,8 +85,11 @@ class TurnRunner:
             if turn is not None:
                 stops = services.in_flight.ending
                 told = (503, "the router stops") if stops else (504, "the turn took too long")
-                async with asyncio.timeout(CUT_S):
-                    await broken(turn, *told)
+                try:
+                    async with asyncio.timeout(CUT_S):
+                        await broken(turn, *told)
+                except TimeoutError as error:
+                    raise ClientStalled from error
         finally:
             services.conversations.close(opened)
             if turn is not None:
